@@ -79,9 +79,7 @@ def _(scores, cap, window, cu_seqlens, impl):
 def _times(
     scores: Float[Tensor, "R T"], cap: int, window: int, starts: Int[Tensor, "T"], ids: Int[Tensor, "T"] | None
 ) -> Int[Tensor, "R T"]:
-    """Return eviction times by a wavelet matrix; `starts` and `ids` are the start and index of each token's
-    sequence.
-    """
+    """Return eviction times, by a wavelet matrix; `starts` and `ids` are start and index of each token's sequence."""
     T = scores.shape[1]
     # sort each sequence's keys by descending score; of equal scores, the older key comes first
     order = scores.argsort(dim=1, descending=True, stable=True)

@@ -29,7 +29,7 @@ ABLATIONS: dict[str, dict[str, Any]] = {
 
 
 def steer(recipe: Recipe) -> TrainerCallback:
-    """Return the callback that adapts λ; transformers' Trainer is imported only when this is called."""
+    """Return the callback that adapts λ; transformers' Trainer is imported only in this call."""
     from tokenmix_lte.training import steer_sparsity
 
     return steer_sparsity(recipe)
@@ -85,8 +85,8 @@ def _with_nsa(recipe: Recipe, name: str, description: str, options: dict[str, An
     )
 
 
-# window, cap and sinks of the recall models, which hold fewer tokens than the key-value pairs in the first half of a
-# row
+# window, cap and sinks of the recall models: together they hold fewer tokens than the key-value pairs in the first half
+# of a row
 _RECALL = {
     "small": {"num_heads": 2, "window": 64, "cap": 128, "sinks": 4},
     "100m": {"num_heads": 6, "window": 128, "cap": 256, "sinks": 4},

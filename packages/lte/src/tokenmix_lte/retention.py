@@ -53,11 +53,11 @@ class Retention(NamedTuple):
 
     @property
     def reach(self) -> int:
-        """Number of newest tokens whose unrotated keys are in the state: those scored at once, and their context."""
+        """Number of newest tokens whose unrotated keys the state holds: those scored at once, and their context."""
         return 0 if self.scorer is None else self.score_every + sum(self.context)
 
     def scores_at(self, span: Span) -> bool:
-        """Return True if the scorer runs, on the newest tokens, in the decoding step with the layout `span`."""
+        """Return True if the scorer runs in the decoding step with the token layout `span`, on the newest tokens."""
         return self.scorer is not None and span.count > 0 and span.count % self.score_every == 0
 
     def logits(

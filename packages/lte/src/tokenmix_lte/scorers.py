@@ -55,9 +55,9 @@ class Scorer(nn.Module):
 
 
 class _Parameters(nn.ParameterList):
-    """A parameter list that returns its parameters when called, so that hooks, for offloading for example, run."""
+    """A parameter list that is called to get its parameters, so that hooks run at the call (e.g. for offloading)."""
 
-    # nn.ParameterList itself raises an error when called
+    # call it like a module, because nn.ParameterList raises an error when called
     __call__ = nn.Module.__call__
 
     def forward(self) -> list[Tensor]:
@@ -80,7 +80,7 @@ class ConvScorer(Scorer):
         self.impl: Impl | None = impl
         self.offsets = (-4, -2, 0) if causal else (-2, 0, 2)
         self.behind, self.ahead = -_LAYERS * self.offsets[0], _LAYERS * self.offsets[-1]
-        # a module, so that libraries that disable dropout find it
+        # a Dropout module, so that libraries that disable dropout can find it
         self.dropout = nn.Dropout(dropout)
         sizes = channels_of_layers(channels, _LAYERS)
         self.kernels = _Parameters(

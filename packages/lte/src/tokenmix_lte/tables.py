@@ -92,7 +92,7 @@ def needle_columns(options: EvalOptions) -> dict[str, tuple[str, str]]:
 
 
 def model_name(config: Any) -> str:
-    """Return the paper's name for a model, or the kinds of its layers if it is not in the paper."""
+    """Return the paper's name for a model; the kinds of its layers if the paper does not have the model."""
     kinds = set()
     for i in range(config.num_hidden_layers):
         kind, options = config.mixer_type(i), config.options_of(i)
@@ -137,7 +137,7 @@ TABLES: dict[str, Suite] = {
 
 
 def joined(name: str, folders: list[str]) -> SuiteResult | None:
-    """Return a table of the rows that `eval` has written to models' folders, in the paper's order; None without rows.
+    """Join the rows that `eval` has written to models' folders into a table in the paper's order; None without rows.
 
     Settings that differ between the models become columns.
     """
@@ -154,7 +154,7 @@ def joined(name: str, folders: list[str]) -> SuiteResult | None:
     first = found[0][1]
     common = {key for key in first if all(settings.get(key) == first[key] for _, settings in found)}
     rows = [row | {key: x for key, x in settings.items() if key not in common} for row, settings in found]
-    # sort by size first, because parameter counts within one size differ by less than a fifth
+    # sort by size first (parameter counts within one size differ by less than a fifth)
     rows.sort(key=lambda row: (row["parameters"] > 7e8, order.index(row["Model"]) if row["Model"] in order else 99))
     return {"suite": name, "settings": {key: first[key] for key in first if key in common}, "rows": rows, "plots": []}
 

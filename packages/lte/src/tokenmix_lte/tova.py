@@ -53,7 +53,8 @@ class Tova(Attention):
         ValueError: the reasons given at `Attention`, or `held` is below 1.
     """
 
-    # transformers' `attn_implementation` selects no kernel, because evaluation computes attention in torch operations
+    # none: evaluation computes attention by torch operations, so transformers' `attn_implementation` has no kernel to
+    # select
     attention_impls: ClassVar[dict[str, str]] = {}
 
     def __init__(
@@ -102,7 +103,7 @@ class Tova(Attention):
             span = state.span
             N, filled = span.batch, span.before.clamp(max=self.held)
             keys, values = state.keys.get(span.sequences, k), state.values.get(span.sequences, v)
-            # rows from N on belong to no sequence
+            # drop the rows from N on, which belong to no sequence
             held = Held(keys[:N], values[:N], filled[:N])
             o, held = self._attend(tuple(span.unpack(x) for x in (q, k, v)), held, span.mask, span.past)
             state.keys.set(torch.cat((held.keys, keys[N:])))
@@ -155,10 +156,10 @@ class Tova(Attention):
         grouped = at_least_float32(q).unflatten(2, (self.num_kv_heads, -1)) * self.head_dim**-0.5
         scores = torch.einsum("nqhgk,nphk->nhgqp", grouped, at_least_float32(keys))
         real = k.new_ones(N, Q, dtype=torch.bool) if mask is None else mask
-        # a decoding step always evicts here, because its CUDA graph may be captured before the first eviction
+        # a decoding step always runs `_evict`: its CUDA graph may be captured before the first eviction
         update = self._fill if Q > 1 and past + Q <= self.held else self._evict
         visible, at = update(scores, held.filled, real)
-        # padding sees itself, because its softmax would be NaN otherwise
+        # padding sees itself: otherwise its softmax would be NaN
         visible = visible | torch.eye(Q, self.held + Q, dtype=torch.bool, device=k.device).roll(self.held, 1)
         weights = scores.masked_fill(~visible[:, None, None], -torch.inf).softmax(-1)
         o = torch.einsum("nhgqp,nphk->nqhgk", weights, at_least_float32(values)).flatten(2, 3).to(v.dtype)
@@ -186,7 +187,7 @@ class Tova(Attention):
     def _evict(
         self, scores: Float[Tensor, "N H G Q P"], filled: Int[Tensor, "N"], real: Bool[Tensor, "N Q"]
     ) -> tuple[Bool[Tensor, "N Q P"], Int[Tensor, "N held"]]:
-        """Return the same as `_fill`, computed token by token, because each token may evict one."""
+        """Return the same values as `_fill`, computed token by token, because each token may evict another one."""
         scores, slots = scores.detach(), self._slots(real)
         visible, at = torch.zeros_like(scores[:, 0, 0], dtype=torch.bool), slots.expand(len(real), -1)
         for t, (seen, is_real) in enumerate(zip(visible.unbind(1), real.unbind(1), strict=True)):
@@ -195,8 +196,8 @@ class Tova(Attention):
             seen.scatter_(1, listed, exists)
             own_scores = scores[..., t, :].gather(-1, listed[:, None, None].expand(*scores.shape[:3], -1))
             weights = own_scores.masked_fill(~exists[:, None, None], -torch.inf).softmax(-1)
-            # the token takes the first empty slot or else that of the token with the least attention, which may be
-            # itself
+            # the token takes the first empty slot; if none is empty, the slot of the token with the least attention,
+            # which may be the new token itself
             to = torch.where(filled < self.held, filled, weights.mean((1, 2)).argmin(1)).unsqueeze(1)
             after = listed.scatter(1, to, self.held + t)[:, :-1]
             at = torch.where(is_real.unsqueeze(1), after, at)

@@ -15,7 +15,7 @@ from tokenmix_core.training import AdaptHeadWeights, Recipe
 from tokenmix_lte.mixer import FIRST_WEIGHT, Lte
 from tokenmix_lte.scorers import FIXED
 
-# number of steps between two updates of λ; the moving average covers half as many
+# number of steps between two updates of λ; the moving average covers half of this number
 EVERY = 32
 DECAY = 1 - 2 / (1 + EVERY / 2)
 RISE, FALL = 1.5, 0.5
@@ -24,7 +24,7 @@ SLACK = 0.95
 
 
 class SteerSparsity(AdaptHeadWeights):
-    """Adapts λ so that a head retains about `target` keys of a training row: λ rises above it and falls below.
+    """Adapts λ so that a head retains about `target` keys of a training row: λ rises if it retains more, else λ falls.
 
     Layers observe the retained fraction of a row's keys, which does not depend on batch size and gradient accumulation.
     For each layer, the log has the number of retained keys per row, averaged over heads, as `kept/LAYER`, and the
@@ -57,7 +57,7 @@ class SteerSparsity(AdaptHeadWeights):
         return changed.masked_fill((changed == 0) & above, FIRST_WEIGHT)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, *, model: nn.Module, **_: Any) -> None:
-        # a model that was trained before has averages that do not start at 0
+        # if the model was trained before, its averages do not start at 0 and need no correction
         averages = [m.average for m in model.modules() if isinstance(m, HeadWeights)]
         self._from_zero = state.global_step > 0 or not any(bool(x.any()) for x in averages)
 

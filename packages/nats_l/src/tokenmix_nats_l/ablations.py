@@ -1,4 +1,4 @@
-"""Variants of the paper's Table 4 that the operations do not support: run on duplicated tokens, or chunk by chunk."""
+"""Variants of Table 4 of the paper that the fused operations lack: run on duplicated tokens, or chunk by chunk."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tokenmix_nats_l.chunks import Tokens
 if TYPE_CHECKING:
     from tokenmix_nats_l.mixer import NatsL
 
-# additional key channels in duplicated chunks; with 16, loads remain vectorised
+# additional key channels in duplicated chunks: 16, so that loads remain vectorised
 _CHANNELS = 16
 
 
@@ -86,7 +86,7 @@ class _InRows(_Chunks):
         return x.unflatten(0, (-1, self.chunks)).flatten(1, 2)[:, : self.T]
 
     def rounds(self, slots: int, device: torch.device) -> list[Int[Tensor, "sequences"]]:
-        """Return the indices of the first chunks of all rows, then those of all second chunks, and so on."""
+        """Return chunk indices in rounds: the first chunks of all rows, then all second chunks, and so on."""
         return list(torch.arange(slots, device=device).view(-1, self.chunks).unbind(1))
 
 
@@ -102,7 +102,7 @@ class _Packed(_Chunks):
         # index of each reader and then of each writer among the joined tokens, and the inverse map
         self.targets = torch.cat((reads, reads + size))
         self.order = inverse(self.targets, 2 * T)
-        # index map to separate chunks, with gaps behind incomplete chunks
+        # index map that lays out chunks separately, with a gap after an incomplete chunk
         self.chunks, self.slots = chunk_places(cu_seqlens, T, C)
 
     def join(self, readers: Float[Tensor, "1 T ..."], writers: Float[Tensor, "1 T ..."]) -> Tensor:
@@ -119,7 +119,7 @@ class _Packed(_Chunks):
         return moved(x.flatten(0, 1), self.slots, self.chunks.flatten(), holes=True).unsqueeze(0)
 
     def rounds(self, slots: int, device: torch.device) -> list[Int[Tensor, "sequences"]]:
-        """Return indices as `_InRows.rounds` does, longest sequences first: each round has the next one's sequences."""
+        """Return chunk indices as in `_InRows.rounds`, longest sequences first: only a round's last sequences end."""
         boundaries = self.cu_seqlens.tolist()
         first = [
             (start // self.C + n, cdiv(end - start, self.C)) for n, (start, end) in enumerate(pairwise(boundaries))
@@ -152,7 +152,7 @@ def chunk_by_chunk(
             o = read_state(layer, chunk, state, torch.zeros_like(state[..., 0, 0]))
         outputs.append(o)
         state = state + fit.gates(writes[members])[..., None, None] * (after - state)
-    # the outputs must depend on the unused last state, so that all parameters get gradients (zeros), as DDP requires
+    # add a zero that depends on the unused last state: all parameters then get gradients (zeros), as DDP requires
     outputs[-1] = outputs[-1] + 0 * state.sum()
     in_rounds = torch.cat(outputs)
     return chunks.in_order(
@@ -161,7 +161,7 @@ def chunk_by_chunk(
 
 
 def read_state(layer: NatsL, tokens: Tokens, state: Tensor, decay: Tensor) -> Float[Tensor, "B T HA VA"]:
-    """Return what queries read from the state before their chunk, decayed by `decay` and then up to each token."""
+    """Return the queries' outputs from the state before their chunk, decayed by `decay` and then up to each token."""
     fit = layer.fit
     q = l2_normalise(fit.keys(tokens.q).to(state.dtype)).repeat_interleave(fit.parts, 2)
     total = decay.unsqueeze(1) + fit.gates(tokens.g).cumsum(1)
@@ -186,7 +186,7 @@ def past_chunk_attention_of_last(
 ) -> Float[Tensor, "B TQ HA V"]:
     """Compute `past_chunk_attention` for the last TQ of TK tokens, whose queries are q."""
     (TQ, TK), C = (q.shape[1], k.shape[1]), layer.chunk
-    # pad the queries to the start of the first query's chunk
+    # pad the queries so that they begin where the first query's chunk begins
     head = (TK - TQ) % C
     q = F.pad(q, (0, 0, 0, 0, head, 0))
     return _past_chunk_softmax(layer, q, k, v, keep, _InRows(head + TQ, C), _InRows(TK, C))[:, head:]
@@ -202,7 +202,7 @@ def _past_chunk_softmax(
     see. Additional channels, 1 in every query, give masking keys a score far below that of any normalised key. The
     values of masking keys are 0, so that the output of a query without other keys is 0.
     """
-    # the lowest score with which the log-sum-exp of only masking keys is exact to 1e-3
+    # the lowest masking score at which the log-sum-exp of masking keys alone is still exact to 1e-3
     masking = -4096 * layer.softmax_dim**0.5 / _CHANNELS
     blank = F.pad(torch.zeros_like(k), (0, _CHANNELS), value=masking)
     q, k = F.pad(q, (0, _CHANNELS), value=1.0), F.pad(k, (0, _CHANNELS))

@@ -49,7 +49,7 @@ def setting(size: str) -> tuple[DataRecipe, OptimizerRecipe]:
         learning_rate=3e-4,
         initial_learning_rate=3e-5,
         min_learning_rate=3e-5,
-        # this value is from the authors' code
+        # the value of the authors' code
         adam_epsilon=1e-15,
     )
     return corpus("fineweb-edu", LLAMA2, 4096), optimizer

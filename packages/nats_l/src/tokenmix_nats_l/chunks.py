@@ -1,4 +1,4 @@
-"""The types of chunks (softmax or linear): scores of chunks' mean inputs, with a straight-through gradient."""
+"""Types of chunks (softmax or linear): scores of chunks' mean inputs, trained by a straight-through gradient."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ PATTERNS = {"softmax": "s", "linear": "l", "alternate": "ls"}
 class Tokens(NamedTuple):
     """Inputs of the delta rule, and of softmax attention over the same channels, for the tokens of a call."""
 
-    # [B, T, H, K], [B, T, H, K], [B, T, H, V]
+    # inputs of the delta rule: [B, T, H, K], [B, T, H, K], [B, T, H, V]
     q: Tensor
     k: Tensor
     v: Tensor
-    # [B, T, HA, KA], [B, T, HA, KA], [B, T, HA, VA]
+    # the same channels as heads of softmax attention: [B, T, HA, KA], [B, T, HA, KA], [B, T, HA, VA]
     softmax_q: Tensor
     softmax_k: Tensor
     softmax_v: Tensor
@@ -61,7 +61,7 @@ def chunk_means(
     of `chunking.slot_ids`.
     """
     T = x.shape[1]
-    # sum(dtype=...) converts elements while reading them, without a float32 copy
+    # `dtype` converts elements while they are read, without a float32 copy of x
     wide = torch.promote_types(x.dtype, torch.float32)
     if cu_seqlens is None:
         whole = T // size * size
@@ -70,7 +70,7 @@ def chunk_means(
             return sums / size
         return torch.cat((sums / size, x[:, whole:].sum(1, dtype=wide, keepdim=True) / (T - whole)), 1)
     source, back = chunk_places(cu_seqlens, T, size)
-    # gather and sum, because index_add sums in varying order: computing a forward pass again must give the same types
+    # gather and sum instead of index_add, which sums in varying order: a recomputed forward pass must give equal types
     chunks = moved(x[0], source, back, holes=True)
     return (chunks.sum(1, dtype=wide) / (source >= 0).sum(1).clamp(min=1).unsqueeze(-1)).unsqueeze(0)
 
@@ -86,12 +86,12 @@ def learned_types(scores: Float[Tensor, "B slots two_H"], threshold: ShareThresh
         both = both - torch.stack((torch.zeros_like(threshold.threshold), threshold.threshold))
     of_linear, of_softmax = both.softmax(-2).unbind(-2)
     margin = (both[..., 1, :] - both[..., 0, :]).detach()
-    # a comparison, because torch.argmax with one_hot would wait for the device
+    # a comparison: torch.argmax with one_hot would wait for the device
     softmax = (of_softmax > of_linear).to(both.dtype)
     linear = 1 - softmax
     if not torch.is_grad_enabled():
         return ChunkTypes(softmax, linear, of_softmax, margin)
-    # s − stop_gradient(s) adds exactly 0 to the value, and the gradient of s
+    # s − stop_gradient(s) adds exactly 0 to the value, and passes the gradient of s
     softmax, linear = softmax + (of_softmax - of_softmax.detach()), linear + (of_linear - of_linear.detach())
     return ChunkTypes(softmax, _only_where_active(linear), of_softmax, margin)
 
@@ -145,14 +145,14 @@ def type_statistics(
     found = {"softmax_share": (types.softmax.detach() * weight).sum((0, 1)), "chunks": real.sum()}
     if layer.budget is not None and types.probability is not None:
         share = (types.probability * weight).sum((0, 1)).mean()
-        # without padding behind packed sequences
+        # count no padding after packed sequences
         tokens = x.shape[0] * x.shape[1] if cu_seqlens is None else cu_seqlens[-1]
         found["budget_loss"] = layer.budget_weight * tokens * (share - layer.budget).square()
     return found
 
 
 def _packed_slots(T: int, size: int, cu_seqlens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return, for a packed batch, the chunks' indices (slots), each sequence's first one, and each one's sequence."""
+    """Return, for a packed batch, the slots of the chunks, of each sequence's first chunk, and each slot's sequence."""
     slots = torch.arange(chunk_slots(1, T, size, cu_seqlens), device=cu_seqlens.device)
     firsts = cu_seqlens[:-1] // size + torch.arange(len(cu_seqlens) - 1, device=cu_seqlens.device)
     return slots, firsts, torch.searchsorted(firsts, slots, right=True) - 1

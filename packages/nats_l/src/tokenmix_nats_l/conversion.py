@@ -27,7 +27,7 @@ from tokenmix_nats_l.mixer import NatsL
 from tokenmix_nats_l.model import NatsLForCausalLM
 
 DELTA, ATTENTION = "gated_delta_net", "attention"
-# options of Gated DeltaNet that NAtS-L layers do not have, with the only values that can be converted
+# options of Gated DeltaNet that NAtS-L layers do not have, each with its only value that can be converted
 _DELTA_ONLY = {"allow_neg_eigval": False, "output_gate": True}
 _ATTENTION_ONLY = {"window": None, "sinks": 0, "qkv_bias": False}
 
@@ -84,7 +84,7 @@ def convert(
 def _parts(
     model: PreTrainedModel,
 ) -> tuple[list[str], list[dict[str, Any]], list[str], dict[str, Any], dict[str, Tensor]]:
-    """Return each layer's kind, options and label, all other fields of the new configuration, and the weights."""
+    """Return each layer's kind, options and label, the other fields of the new configuration, and the weights."""
     if not isinstance(model, HybridForCausalLM):
         options = attention_options(model.config)
         labels = [ATTENTION if x["window"] is None else f"{ATTENTION}-{x['window']}" for x in options]

@@ -32,8 +32,8 @@ from tokenmix_nats_l.chunks import ChunkTypes, Tokens, chunk_means
 if TYPE_CHECKING:
     from tokenmix_nats_l.mixer import NatsL
 
-# maximum number of chunks in a call for which the capacity of lists grows by an upper bound, without reading their
-# lengths; also the number of chunks of each row that `_begin_packed` retains at once
+# maximum number of chunks of a call for which lists grow by an upper bound, without the host reading their lengths;
+# also the number of chunks of each row that `_begin_packed` retains at once
 _BLOCK = 32
 
 
@@ -73,7 +73,7 @@ def step(layer: NatsL, x: Tensor, tokens: Tokens, state: LayerState, rotary: Rot
     softmax = merge_attention(seen, impl=unless_gluon(layer.impl)).o if seen else torch.zeros_like(tokens.softmax_v)
 
     if layer.step_form(span):
-        # None if all rows have equal lengths, because then the chunks of all rows end in this step
+        # the rows whose chunk ends in this step; None if all rows have equal lengths, since all chunks then end in it
         ending = None if span.lengths is None else filled == layer.chunk
         means = (state.inputs.value / layer.chunk).unsqueeze(1)
         types = layer.types_from(means, lambda: (span.before // layer.chunk).unsqueeze(1))
@@ -115,11 +115,11 @@ def _extend_uniform(
     """
     C, T = layer.chunk, x.shape[1]
     types = _types(layer, _means(layer, state, x, fill), index, among)
-    # start to copy the page counts to the host before the long kernels, and read them on the host after launching these
+    # start to copy the page counts to the host before the long kernels, and read them after these kernels are launched
     known = _pages(layer, state, types, (fill + T) // C)
     softmax = _attend(layer, tokens, types, state, fill)
 
-    # head: new tokens of the open chunk; whole: tokens of complete chunks; all further tokens begin the next open chunk
+    # head: new tokens of the open chunk; whole: tokens of complete chunks; the rest begin the next open chunk
     head = min(C - fill, T) if fill else 0
     whole = (T - head) // C * C
     outputs = []
@@ -129,7 +129,7 @@ def _extend_uniform(
             _close(layer, state, types.softmax[:, 0] > 0.5, known=known)
     first = 1 if head else 0
     if layer.own_chunk == "softmax" or not layer.decay:
-        # with these options, one call of the delta rule cannot compute several chunks, so compute chunk after chunk
+        # with these options one call of the delta rule cannot compute several chunks: compute one chunk after another
         for i in range(whole // C):
             outputs.append(_append(layer, x, tokens, state, slice(head + i * C, head + (i + 1) * C), 0))
             _close(layer, state, types.softmax[:, first + i] > 0.5, known=known)
@@ -143,7 +143,7 @@ def _extend_uniform(
     if head + whole < T:
         outputs.append(_append(layer, x, tokens, state, slice(head + whole, T), 0))
     _prepare(state, x, len(x))
-    # `set` detaches: gradients pass between the chunks of a call, but not from call to call
+    # `set` detaches tensors: gradients pass between the chunks of one call, but not from call to call
     for name in _TENSORS:
         getattr(state, name).set(getattr(state, name).value)
     return _joined(outputs), softmax
@@ -167,7 +167,7 @@ def _begin_packed(
     lengths = cu_seqlens.diff()
     wholes, sequence = lengths // C * C, sequence_ids(cu_seqlens, x.shape[1])
     position = torch.arange(x.shape[1], device=device) - cu_seqlens[sequence]
-    # sort stably: first the tokens of complete chunks, then those of open chunks
+    # a stable sort: first the tokens of complete chunks, then those of open chunks
     order = (position >= wholes[sequence]).to(torch.uint8).argsort(stable=True)
     total = sum((end - start) // C * C for start, end in pairwise(boundaries))
     first, last = (type(tokens)(*(y[:, at] for y in tokens)) for at in (order[:total], order[total:]))
@@ -209,7 +209,7 @@ def _begin_packed(
 def _extend_in_groups(
     layer: NatsL, x: Tensor, tokens: Tokens, state: LayerState, boundaries: list[int], before: list[int]
 ) -> tuple[Tensor, Tensor]:
-    """Extend packed sequences in groups of equal length of the open chunk and equal count of new tokens."""
+    """Extend packed sequences in groups with equal length of the open chunk and equal number of new tokens."""
     groups: dict[tuple[int, int], list[int]] = {}
     for n, (start, end) in enumerate(pairwise(boundaries)):
         groups.setdefault((before[n] % layer.chunk, end - start), []).append(n)
@@ -261,8 +261,8 @@ def _attend(layer: NatsL, tokens: Tokens, types: ChunkTypes, state: LayerState, 
         keys.insert(0, state.open_keys.value[:, :fill])
         values.insert(0, state.open_values.value[:, :fill])
     if kept.tensors:
-        # a page holds exactly one complete chunk, so the mask of retained chunks gets one entry per page: whether it is
-        # in use
+        # mask of retained chunks, one entry per page (a page holds exactly one complete chunk): True if the page is in
+        # use
         held = [x.transpose(1, 2) for x in kept.lists()]
         keys.insert(0, held[0])
         values.insert(0, held[1])
@@ -297,7 +297,7 @@ def _types(layer: NatsL, means: Tensor, first: int | Tensor, among: tuple[Tensor
 
 
 def _pages(layer: NatsL, state: LayerState, types: ChunkTypes, ending: int) -> tuple[Asked, Asked] | None:
-    """Start to copy to the host the number of pages in use after `ending` chunks; None if a bound suffices."""
+    """Start to copy the page counts after `ending` chunks to the host; None if an upper bound is known to suffice."""
     if ending <= _BLOCK:
         return None
     pages = types.softmax[:, :ending].sum(1, dtype=torch.int32)
@@ -341,7 +341,7 @@ def _close(
     _retain(layer, state, state.open_keys.value, state.open_values.value, take.unsqueeze(1), known)
     if rows is None:
         rows = torch.ones(len(start), dtype=torch.bool, device=start.device)
-    # a copy, because decoding steps overwrite the running state
+    # copy: decoding steps overwrite the running state
     state.start.put(torch.where(rows[:, None, None, None], recurrent, start))
     state.recurrent.put(recurrent)
     state.decay.put(decay.masked_fill(rows.unsqueeze(-1), 0.0))

@@ -45,7 +45,7 @@ def nats_l_layers(model: Any) -> dict[int, NatsL]:
 
 @contextmanager
 def using_types(model: Any, args: argparse.Namespace) -> Iterator[None]:
-    """Context in which all NAtS-L layers have the chunk types `args.types`, unless None; results name these types.
+    """Context manager: all NAtS-L layers have the chunk types `args.types`, unless None; results name these types.
 
     Raises:
         ValueError: invalid types, or "learned" for layers that have no scores.
@@ -104,11 +104,11 @@ def chunk_types_suite(model: Any, tokenizer: Any, options: EvalOptions) -> Suite
 
 
 def _texts(source: str | None) -> dict[str, str | None]:
-    """Return the texts to measure by name: the files of a folder that is no token file, or only `source`."""
+    """Return the texts to measure, by name: the files of a folder (unless it is a token file), or only `source`."""
     folder = None if source is None else Path(source)
     if folder is None or not folder.is_dir() or (folder / META).is_file():
         return {source or BUILT_IN_TEXT: source}
-    # an empty folder is returned like a text, for which the reader then raises its error
+    # treat an empty folder like a text: its reader then raises the error
     return {path.name: str(path) for path in sorted(folder.iterdir()) if path.is_file()} or {str(folder): source}
 
 

@@ -1,4 +1,4 @@
-"""Chunk types and both operations as one operator for torch.export: the graph then has no size that counts chunks."""
+"""Chunk types and both operations as one operator for torch.export, so that no size in the graph counts chunks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tokenmix_nats_l.chunks import Tokens, chunk_indices, chunk_means, forced_ty
 _OPTIONS = ("num_heads", "head_dim", "num_softmax_heads", "chunk", "own_chunk", "decay", "impl")
 
 
-# the class of NAtS-L layers; its module imports this one, and so registers the class by `exports`
+# the class of NAtS-L layers, which its module registers by `exports`: that module imports this one, not vice versa
 _classes: list[type] = []
 
 
@@ -67,7 +67,7 @@ def mix_exported(layer: Any, x: Tensor, tokens: Tokens) -> tuple[Tensor, Tensor,
     """
     scores: dict[str, Any] = {}
     if layer.types == "learned":
-        # check only the class, because torch.export registers hooks of its own
+        # check the class only: torch.export adds hooks of its own to modules
         if type(layer.score_proj) is not nn.Linear:
             raise ValueError("NatsL: torch.export needs a score_proj without adapters: merge them into it first")
         scores["weight"] = layer.score_proj.weight

@@ -66,7 +66,7 @@ def _read(fields: Fields) -> tuple[HybridConfig, Names]:
 def _reordered(name: str, x: Tensor) -> Tensor:
     """Return a weight with its rows in this package's order: the linear rows of all heads, then the softmax rows."""
     if name.endswith((".score_proj.weight", ".weight_proj.weight")):
-        # the authors order rows by head; within a head, scores begin with softmax, output weights with linear
+        # the authors order rows by head; within a head, scores begin with softmax rows, output weights with linear rows
         by_operation = x.unflatten(0, (-1, 2)).transpose(0, 1)
         return (by_operation.flip(0) if "score_proj" in name else by_operation).flatten(0, 1).contiguous()
     return x

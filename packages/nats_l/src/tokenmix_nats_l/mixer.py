@@ -61,8 +61,8 @@ class NatsL(Mixer):
 
     A chunk of `chunk` tokens has a type for each head of the delta rule, which also holds for the softmax heads on the
     same channels: the type with the higher score of the chunk's mean input (eq. 8). Keys and values of a *softmax*
-    chunk stay visible to later tokens; its writes are removed from the state, which only decays (eq. 19). Writes of a
-    *linear* chunk stay in the state; its keys and values are evicted. A token sees earlier tokens of its own chunk by
+    chunk stay visible to later tokens; its writes are removed from the state, which only decays (eq. 19). The writes of
+    a *linear* chunk stay in the state; its keys and values are evicted. A token sees earlier tokens of its own chunk by
     both operations. o_l is the output of the gated delta rule, o_s that of softmax attention; w = softmax(W q) (eq.
     20).
 
@@ -79,10 +79,10 @@ class NatsL(Mixer):
             learned them.
         own_chunk: operations by which a token sees earlier tokens of its own chunk: "both", "softmax" or "linear"
             (Table 4, *SAttn Out* and *GDN Out*).
-        decay: whether the state decays over softmax chunks; if False (*w/o LAttn Decay*), they leave it unchanged.
-        norm: whether to normalise the outputs of "each" operation or only their "sum" (*w/o Attn Norm*).
-        weights: the input of the operations' weights: "queries", the layer's "inputs" (*Weights From X*), or "none".
-        softmax_share: fraction of softmax chunks that each head should have; a threshold adapts to it
+        decay: whether the state decays over softmax chunks; if False (*w/o LAttn Decay*), softmax chunks leave the
+        state unchanged. norm: whether to normalise the outputs of "each" operation or only their "sum" (*w/o Attn
+        Norm*). weights: the input of the operations' weights: "queries", the layer's "inputs" (*Weights From X*), or
+        "none". softmax_share: fraction of softmax chunks that each head should have; a threshold adapts to it
             (`ShareThreshold`).
         budget: target of the mean *probability* of softmax in an auxiliary loss; the fraction may differ widely from
             it. None for no such loss. The paper has neither `softmax_share` nor `budget`.
@@ -97,7 +97,7 @@ class NatsL(Mixer):
     splits_sequences = True
     float32 = ("A_log", "dt_bias")
     per_chunk = ("score_proj",)
-    # a chunk's type is that of its mean input, and the auxiliary losses are of all chunks
+    # appended tokens must lie after `cu_seqlens`, since a chunk's mean input and the auxiliary losses cover all tokens
     takes_more_tokens = bounds_more_tokens = True
 
     def __init__(
@@ -287,7 +287,7 @@ class NatsL(Mixer):
         layout = (x.shape[0], x.shape[1], self.chunk, cu_seqlens, x.device)
         means = chunk_means(x, self.chunk, cu_seqlens) if means is None else means
         types = self.types_from(means, lambda: chunk_indices(*layout))
-        # with gradient checkpointing, only the recomputation has gradients, so that each batch is observed once
+        # observe each batch once: with gradient checkpointing, only the recomputation has gradients enabled
         if self.threshold is not None and types.margin is not None and self.training and torch.is_grad_enabled():
             self.threshold.observe(types.margin, means, real_chunks(*layout))
         return types
@@ -307,8 +307,8 @@ class NatsL(Mixer):
         assert self.score_proj is not None
         if self.threshold is not None:
             means = means - self.threshold.center
-        # float32 even under autocast, because otherwise chunks with nearly equal scores could get another type in
-        # decoding
+        # float32 even under autocast: otherwise a chunk with nearly equal scores could get another type in decoding
+        # than in a prompt
         with torch.autocast(means.device.type, enabled=False):
             if is_plain_linear(self.score_proj):
                 return learned_types(F.linear(means, self.score_proj.weight.to(means.dtype)), self.threshold)
@@ -387,7 +387,7 @@ class NatsL(Mixer):
         )
 
     def mixing_flops(self, seq_len: int) -> float:
-        # count only attention inside a chunk, because it depends on the data which chunks are retained
+        # count attention only inside a chunk, because the number of retained chunks depends on the data
         convs = 2 * sum(conv.weight.numel() for conv in (self.q_conv, self.k_conv, self.v_conv))
         own = 2.0 * self.num_softmax_heads * (self.softmax_dim + self.softmax_value_dim) * (self.chunk + 1) / 2
         return 6.0 * self.num_heads * self.head_dim * self.value_dim + own + convs

@@ -24,7 +24,7 @@ EVALUATIONS = ["perplexity-by-position", "chunk-types"]
 
 
 def steer(recipe: Recipe) -> TrainerCallback:
-    """Return the callback that adapts and logs softmax fractions; imports transformers' Trainer only when called."""
+    """Return the callback that adapts and logs softmax fractions; only this call imports transformers' Trainer."""
     from tokenmix_nats_l.training import steer_shares
 
     return steer_shares(recipe)
@@ -52,7 +52,7 @@ def paper(size: str, *, hybrid: bool = True, **changes: Any) -> Recipe:
     )
 
 
-# for each row of the paper's Table 4, the options that differ from the hybrid's; ABLATIONS adds rows with larger chunks
+# for each row of the paper's Table 4: the options that differ from the hybrid's; ABLATIONS adds rows with larger chunks
 TABLE_4: dict[str, dict[str, Any]] = {
     "softmax-own-chunk": {"own_chunk": "softmax"},
     "linear-own-chunk": {"own_chunk": "linear"},
@@ -83,7 +83,7 @@ RECALL = (
     "transformer",
 )
 _RECALL_SIZES = {
-    # one softmax head with the channels of the delta rule's head, whose values are as wide as its keys
+    # one softmax head with all channels of the delta rule's one head, whose values are as wide as its keys
     "small": {"num_heads": 1, "head_dim": 64, "expand_v": 1.0, "num_softmax_heads": 1},
     "100m": {"num_heads": 3, "head_dim": 128, "expand_v": 2.0, "num_softmax_heads": 6},
 }

@@ -9,11 +9,11 @@ from torch import Tensor, nn
 
 from tokenmix_core.nn import KeepsFloat32, is_loaded
 
-# in step k, moving averages have the weight max(w, LEAST_WEIGHT) and the gain max(GAIN w, LEAST_GAIN), where w = 1 / (1
-# + k / SPAN)
+# weights of the feedback in optimizer step k, with w = 1 / (1 + k / SPAN): a moving average has the weight max(w,
+# LEAST_WEIGHT), and the offset the gain max(GAIN w, LEAST_GAIN)
 SPAN = 16
 LEAST_WEIGHT, LEAST_GAIN, GAIN = 0.1, 0.2, 0.4
-# largest |z| in standard deviations: a head whose chunks all have one type then returns within about ten steps
+# maximum of |z|, in standard deviations: a head whose chunks all have one type then returns within about ten steps
 MOST_OFFSET = 4.0
 
 
@@ -43,8 +43,8 @@ class ShareThreshold(KeepsFloat32):
     Scores are computed from a chunk's mean input minus `center`, the moving average of the mean inputs of all chunks.
     Without `center`, one optimizer step could shift all scores of a head by many times their spread, and all chunks
     would change their type at once. θ = z σ, where σ² is a moving average of the variance of the score differences, and
-    the offset z rises while more than `target` of the chunks are softmax and falls otherwise. All are buffers: saved
-    with the model, equal on all processes, and not changed by the optimizer.
+    the offset z rises while more than `target` of the chunks are softmax and falls otherwise. All these values are
+    buffers: saved with the model, equal on all processes, and not changed by the optimizer.
 
     Args:
         hidden_size: D.

@@ -33,6 +33,6 @@ def mix_sequences(
     linear, softmax = map(heads.to_tokens, layer.mix(whole, own, cu_seqlens))
     found = type_statistics(layer, types, rows, cu_seqlens)
     if "budget_loss" in found:
-        # divided, because losses are summed over ranks
+        # divide by the number of ranks, because losses are summed over ranks
         found["budget_loss"] = found["budget_loss"] / shard.size
     return linear, softmax, found

@@ -25,8 +25,8 @@ class SteerShares(TrainerCallback):
 
     def __init__(self) -> None:
         self._layers: list[int] = []
-        # number of heads per layer; sums of softmax chunks per head, layer by layer, followed by those of all chunks
-        # per layer
+        # number of heads per layer; and sums on the device: of softmax chunks per head, layer by layer, then of all
+        # chunks per layer
         self._heads: list[int] = []
         self._sums: Tensor | None = None
         self._hook: Any = None
@@ -41,14 +41,14 @@ class SteerShares(TrainerCallback):
 
     @torch.no_grad()
     def _gather(self, model: nn.Module, args: Any, output: Any) -> None:
-        # a batch with only padding has no fractions of softmax chunks
+        # `auxiliary` lacks the fractions if the batch has only padding
         if model.training and self._sums is not None and "softmax_share" in (output.auxiliary or {}):
             # one tensor, or a tuple if layers have different head counts
             chunks = torch.stack([count.float() for count in output.auxiliary["chunks"]])
             shares = [x.float() * count for x, count in zip(output.auxiliary["softmax_share"], chunks, strict=True)]
             self._sums += torch.cat((*shares, chunks))
 
-    # `_gather` never waits for the device, so that it may run inside a CUDA graph
+    # `_gather` never waits for the device, so it may run inside a CUDA graph
     _gather.on_device = True  # type: ignore[attr-defined]
 
     def on_step_end(self, args: Any, state: Any, control: Any, *, model: nn.Module, **_: Any) -> None:

@@ -35,9 +35,7 @@ _BINS = 64
 
 @contextmanager
 def observed_shares(mixers: list[NhaMixer]) -> Iterator[list[list[Tensor]]]:
-    """Context manager: collect the slots' share ω_L `[B, T, HQ]`, a list per mixer, an entry per call without a
-    cache.
-    """
+    """Context manager: collect the slots' share ω_L `[B, T, HQ]`, a list per mixer with an entry per uncached call."""
     for mixer in mixers:
         mixer.shares = []
     try:

@@ -44,7 +44,7 @@ def _add_modes(command: str, parser: argparse.ArgumentParser) -> None:
 
 
 def _mode(text: str) -> str | list[tuple[int | float, str]]:
-    """Parse a mode, or the (start, mode) pairs of a schedule; the model checks their values later."""
+    """Parse a mode or the (start, mode) pairs of a schedule from text; the model checks their values later."""
     if ":" not in text:
         return text
     pairs = [part.partition(":") for part in text.split(",")]

@@ -12,7 +12,7 @@ from tokenmix_oryx.modes import LINEAR
 
 
 def chosen_modes(model: Any, args: argparse.Namespace) -> AbstractContextManager[None]:
-    """Return a context in which the model has the modes of the options of `eval`, `generate`, `serve` or `bench`.
+    """Return a context manager that sets the model's modes by the options of `eval`, `generate`, `serve` or `bench`.
 
     Raises:
         ValueError: modes for a model that has none, or for a suite that sets them itself; invalid modes, or modes that

@@ -1,4 +1,4 @@
-"""The configuration: the backbone with Oryx layers, and which modes calls and training sequences have."""
+"""The configuration: the backbone with Oryx layers, and the modes of calls and of training sequences."""
 
 from __future__ import annotations
 

@@ -74,7 +74,7 @@ def isolated(
 ) -> Suite:
     """Return a suite that runs core's `suite` with all tokens in one mode, for each mode (Oryx paper, Tables 1 and 2).
 
-    A column of its table names the mode. `reads` names the options that core's suite reads, as in `Suite`.
+    A column of its table names the mode. `reads` names the options that core's suite reads, as `Suite.reads` does.
     """
 
     def run(model: Any, tokenizer: Any, options: EvalOptions) -> SuiteResult:
@@ -114,7 +114,7 @@ def _before_question(tokenizer: Any, context: str, prompt: str) -> PromptMode:
 
 
 def _question_start(tokenizer: Any, tokens: list[int]) -> int:
-    """Return the last index such that the text decoded from this token on contains RULER's whole question."""
+    """Return the index of the last token from which on the decoded text still contains RULER's whole question."""
     if _QUESTION not in tokenizer.decode(tokens):
         raise ValueError(f"a prompt of RULER's needles must hold {_QUESTION!r}, got {tokenizer.decode(tokens[-64:])!r}")
     low, high = 0, len(tokens)

@@ -13,11 +13,11 @@ from tokenmix_core.modeling import CACHE, Span
 from tokenmix_oryx.modes import ATTENTION, LINEAR, MODES, ModeInput, check_mode, resolve
 from tokenmix_oryx.state import OryxCache
 
-# takes the step, counted from 0, and all tokens so far [B, T]; returns one mode, or a bool tensor [B], True for
-# attention
+# a function of the step, counted from 0, and of all tokens so far [B, T]; it returns one mode, or a bool tensor [B]
+# that is True for attention
 Decision = Callable[[int, Tensor], str | Tensor]
 GenerationMode = str | Sequence[tuple[int | float, str]] | Decision
-# takes the tokens of a prompt [B, T]; returns a bool tensor [B, T], True for attention
+# a function of the tokens of a prompt [B, T]; it returns a bool tensor [B, T] that is True for attention
 PromptMode = Callable[[Tensor], Tensor]
 
 
@@ -81,7 +81,7 @@ class ModePlan:
             if isinstance(self.prefill, Tensor):
                 return _rows(self.prefill, batch, self.prompt_tokens)[:, past : past + tokens]
             return self.prefill
-        # a call without a cache contains the prompt and all generated tokens
+        # a call without a cache contains the prompt and all generated tokens, so it needs the modes of both
         if not callable(self.generation) and self.generation == self.prefill:
             return self.prefill
         return self._whole(batch, tokens, inputs.get("attention_mask"), input_ids, new.device)
@@ -122,7 +122,7 @@ def _checked(mode: Any, batch: int) -> str | Tensor:
 
 
 def _rows(mode: Bool[Tensor, "N T"], batch: int, tokens: int) -> Bool[Tensor, "B T"]:
-    """Repeat each row for the beams of its sequence, which are adjacent, such that there are `batch` rows."""
+    """Repeat each row for the beams of its sequence, which are adjacent, so that there are `batch` rows."""
     if mode.shape[1] != tokens or batch % len(mode):
         raise ValueError(f"prefill_mode must have shape [B, T] = {[batch, tokens]}, got {list(mode.shape)}")
     return mode.repeat_interleave(batch // len(mode), 0)

@@ -49,7 +49,7 @@ from tokenmix_oryx.projection import TokenOrder, can_group, project_by_mode, pro
 from tokenmix_oryx.state import DroppableKV
 
 ALL_ATTEND = Modes(ATTENTION)
-# minimum number of tokens for which a grouped GEMM saves more time than sorting the tokens by mode costs
+# minimum number of tokens with which a grouped GEMM saves more time than sorting the tokens by mode costs
 GROUPED_TOKENS = 512
 
 
@@ -93,7 +93,7 @@ class OryxMixer(Mixer):
     inputs = ("mode",)
     splits_sequences = True
 
-    # `impl` selects the kernels of both mixers, so that kernels of attention cannot be replaced separately
+    # "eager" replaces both mixers: `impl` selects the kernels of both, so attention's cannot be replaced separately
     attention_impls: ClassVar[dict[str, str]] = {"eager": "reference"}
 
     def __init__(
@@ -215,7 +215,7 @@ class OryxMixer(Mixer):
             assert rotary is not None, "the model computes rotation angles in every call"
             mixed = self._mix(hidden_states, mode.attention, mode.order, rotary, cu_seqlens)
             return output_linear(mixed, self.o_proj), None
-        # without a cache the final state is not used, so that attention mode needs no recurrence
+        # without a cache no final state is needed, so calls in attention mode skip the recurrence
         recurs = mode.uniform != ATTENTION or state is not None
         rates = (self.dt_proj, self.beta_proj) if recurs else (None, None)
         of_q = self._query_layer(mode.uniform) if mode.attention is None else None
@@ -232,7 +232,7 @@ class OryxMixer(Mixer):
             if o is None:
                 o = linear
             elif mode.attention is not None:
-                # for tokens in linear mode, attention's outputs are 0 and get no gradient
+                # attention's outputs are 0 for tokens in linear mode, and get no gradient from them
                 o = o + linear.masked_fill(mode.attention[..., None, None], 0.0)
         assert o is not None, "every mode has at least one mixer"
         return output_linear(self.norm(o.flatten(-2), gate), self.o_proj), None
@@ -380,7 +380,7 @@ class OryxMixer(Mixer):
             tokens = (t.squeeze(1) for t in inputs)
             return stepped(*tokens, recurrent, impl=unless_gluon(self.impl), **options).unsqueeze(1)
         before = None if state is None else state.recurrent.value
-        # outputs of all tokens, because a branch that skips chunks in attention mode would cost more than it saves
+        # compute outputs of all tokens: a branch that skips chunks in attention mode would cost more than it saves
         o, after = chunked(*inputs, initial_state=before, cu_seqlens=cu_seqlens, impl=self.impl, **options)
         if state is not None:
             state.recurrent.set(after)

@@ -31,7 +31,7 @@ def attend(
     shard = current_shard()
     if shard is None or mode.rows is None:
         return selected_attention(q, k, v, mode.attention, cu_seqlens=cu_seqlens, impl=impl)
-    # whole rows of some heads, because tokens in attention mode are unevenly spread over ranks
+    # exchange: each rank gets whole rows of some heads, because tokens in attention mode are unevenly spread over ranks
     heads = HeadExchange(shard, q.shape[2], "selected_attention")
     q, k, v = heads.to_heads(q, k, v)
     boundaries = shard.row_cu_seqlens(q.device)
@@ -68,7 +68,7 @@ def attend_cached(
     kv.write(k, v, span)
     if step:
         slots = min(span.past + 1, kv.num_slots)
-        # length 0 for a sequence in linear mode, so that it reads no keys
+        # a sequence in linear mode gets length 0, so that it reads no keys
         lengths = kv.filled(span) * mode.attention.squeeze(1)
         return attention_decode(q, kv.keys[:, :slots], kv.values[:, :slots], lengths, impl=unless_gluon(impl)).o
     if span.past:

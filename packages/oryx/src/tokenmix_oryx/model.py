@@ -1,4 +1,4 @@
-"""The Oryx language model: calls take modes of their tokens, `generate` those of prompt and generated tokens."""
+"""The Oryx language model: calls take modes of their tokens, `generate` takes modes of prompt and generated tokens."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class OryxModel(HybridModel):
         return cache
 
     def mode_of_calls(self, cache: HybridCache | None) -> Any:
-        """Return the mode of those calls with this cache that have no argument `mode`."""
+        """Return the mode of a call that has this cache and no argument `mode`."""
         decoding = getattr(cache, "decoding_mode", None)
         return self.default_mode if decoding is None else decoding
 
@@ -76,7 +76,7 @@ class OryxModel(HybridModel):
         self, inputs: dict[str, Any], span: Span, cu_seqlens: Tensor | None, cache: HybridCache | None
     ) -> dict[str, Any]:
         if inputs.get("mode") is None:
-            # `resolve` raises an error if the default is a function of the prompt
+            # `resolve` raises an error if the default mode is a function of the prompt
             inputs = {**inputs, "mode": self.mode_of_calls(cache)}
         prepared = super().prepare_mixer_inputs(inputs, span, cu_seqlens, cache)
         if "mode" in prepared and isinstance(cache, OryxCache) and cache.linear_only:
@@ -94,7 +94,7 @@ def _require_linear(modes: Modes) -> Modes:
 
 
 class OryxForCausalLM(HybridForCausalLM):
-    """The causal language model; `forward` takes `mode` as `OryxModel` does, `generate` also one for new tokens."""
+    """The causal language model; `forward` takes `mode` as `OryxModel` does, `generate` also a mode of new tokens."""
 
     config: OryxConfig
     model: OryxModel
@@ -105,7 +105,7 @@ class OryxForCausalLM(HybridForCausalLM):
     def modes(
         self, prefill: ModeInput | PromptMode, generation: GenerationMode | None = None, *, keep_kv: bool = True
     ) -> Iterator[None]:
-        """Return a context with default modes for calls and generations, for code that passes no `mode`.
+        """Context manager that sets default modes for calls and generations, for code that passes no `mode`.
 
         Args:
             prefill: mode of calls and of prompts; a function applies only to prompts.
@@ -132,7 +132,7 @@ class OryxForCausalLM(HybridForCausalLM):
 
     @contextmanager
     def decoding(self, cache: OryxCache, *, graph: bool | None = None) -> Iterator[None]:
-        """The context of core's `decoding`; in it, calls without a mode have the default mode of generated tokens.
+        """Context manager like core's `decoding`; calls without a mode have the default mode of generated tokens.
 
         Args:
             cache: cache that contains the prompt; its keys and values are freed if `modes` has set `keep_kv=False`.
@@ -208,7 +208,8 @@ class OryxForCausalLM(HybridForCausalLM):
     def prepare_inputs_for_generation(
         self, input_ids: Tensor, *args: Any, inputs_embeds: Tensor | None = None, **kwargs: Any
     ) -> dict[str, Any]:
-        # transformers looks for inputs_embeds in this signature, to decide whether it may generate from embeddings
+        # `inputs_embeds` stays in this signature: transformers looks for it to decide if it may generate from
+        # embeddings
         plan = kwargs.pop("mode", None)
         prepare: Any = super().prepare_inputs_for_generation
         inputs = prepare(input_ids, *args, inputs_embeds=inputs_embeds, **kwargs)
@@ -252,7 +253,7 @@ def _last(mode: ModeInput | PromptMode) -> GenerationMode:
     if isinstance(mode, Tensor) or callable(mode):
         kind = "tensor" if isinstance(mode, Tensor) else "function"
         raise ValueError(f"a prefill_mode that is a {kind} has no mode for later tokens: give generation_mode too")
-    # after a schedule by fractions, its last mode goes on; a schedule by positions also applies to later tokens
+    # after a schedule by fractions, its last mode continues; a schedule by positions also covers later tokens
     return mode[-1][1] if any(isinstance(start, float) for start, _ in mode) else mode
 
 
@@ -260,7 +261,7 @@ def _prompt_tokens(inputs: Tensor | None, kwargs: dict[str, Any]) -> int:
     for name in ("attention_mask", "inputs_embeds", "input_ids"):
         if kwargs.get(name) is not None:
             return kwargs[name].shape[1]
-    # without any input, a generation starts with a single token
+    # a generation without any input starts with a single token
     return 1 if inputs is None else inputs.shape[1]
 
 

@@ -175,7 +175,7 @@ def request_mode(mode: Any, generated: Any, prompt: int) -> RequestMode:
     check_mode(mode)
     pairs = [(0, mode)] if isinstance(mode, str) else [(start, name) for start, name in mode]
     if any(isinstance(start, float) for start, _ in pairs):
-        # each mode starts at the first token at or behind its fraction of the prompt
+        # each mode starts at the first token at or after its fraction of the prompt
         pairs = list({math.ceil(start * prompt): name for start, name in pairs}.items())
     if generated is not None:
         later = [(0, generated)] if isinstance(generated, str) else generated
@@ -192,8 +192,8 @@ def name_at(pairs: Sequence[tuple[int | float, str]], position: int) -> str:
 def batch_mode(modes: Sequence[RequestMode], ranges: Sequence[tuple[int, int]]) -> str | Bool[Tensor, "B T"]:
     """Return the mode of a call whose row i has the tokens at positions `ranges[i]` of a request with `modes[i]`.
 
-    The result is one mode if all tokens have the same, else a tensor in which shorter rows are padded with False on the
-    left.
+    The result is one mode if all tokens have the same mode; else a tensor whose shorter rows are padded with False on
+    the left.
     """
     if isinstance(modes[0], str) and all(mode == modes[0] for mode in modes):
         return modes[0]
@@ -222,7 +222,7 @@ def _by_share(starts: Sequence[float], modes: Sequence[str], span: Span, cu_seql
     else:
         lengths = packed_lengths(cu_seqlens, positions.shape[1]).unsqueeze(0)
     share = torch.tensor(starts[1:], device=span.device, dtype=torch.float64)
-    # each mode starts at the first token at or behind its fraction of the sequence's length
+    # each mode starts at the first token at or after its fraction of the sequence's length
     index = (positions.unsqueeze(-1) >= (share * lengths.unsqueeze(-1)).ceil()).sum(-1)
     return Modes(None, _is_attention(modes, span.device)[index])
 

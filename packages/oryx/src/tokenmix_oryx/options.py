@@ -1,4 +1,4 @@
-"""The values of a layer's options, and the defaults of each family."""
+"""Valid values of an Oryx layer's options, and the defaults of each model family."""
 
 from __future__ import annotations
 

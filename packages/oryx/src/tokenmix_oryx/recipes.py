@@ -33,7 +33,7 @@ from tokenmix_oryx.options import GDN, MAMBA2
 
 FAMILIES = {"tm": MAMBA2, "tg": GDN}
 WIDTHS = {size: (sizes.width, sizes.layers) for size, sizes in SIZES.items()}
-# millions of parameters that one mode uses; a model is trained on 20 tokens per parameter
+# millions of parameters that one mode uses, by size; models are trained on 20 tokens per parameter
 _MILLIONS = {"130m": 130, "380m": 380, "810m": 810, "1.4b": 1400}
 
 
@@ -114,14 +114,14 @@ def components(name: str) -> Recipe:
 
 
 _PLAIN = {"conv_size": 0, "output_gate": False}
-# options by which each row of Tables 4 to 8 differs from the family's final model. The base model of a table, to which
-# each row adds one change, was identified by its perplexities
+# options by which each row of Tables 4 to 8 differs from the family's final model. The paper does not name the base
+# model to which a table's rows add one change; it was identified by its perplexities
 ABLATIONS: dict[str, dict[str, dict[str, Any]]] = {
     "tm": {
         "sequence": {},
         "chunk": {"mode_assignment": "chunk"},
-        # left half of Table 4: its base (15.93, 15.82) is the model of the right half without convolution and gate
-        # (15.91, 15.78)
+        # left half of Table 4: its base, with perplexities 15.93 and 15.82, is the model of the right half without
+        # convolution and gate (15.91, 15.78)
         "shared-query": {**_PLAIN, "shared_query": True},
         "grouped-norm": {**_PLAIN, "grouped_norm": True},
         "shared-query-grouped-norm": {**_PLAIN, "shared_query": True, "grouped_norm": True},
@@ -135,7 +135,7 @@ ABLATIONS: dict[str, dict[str, dict[str, Any]]] = {
     },
     "tg": {
         "sequence": {},
-        # the paper's Table 7: its base (15.08, 15.06) is the model of Table 8 with RoPE in both modes
+        # Table 7: its base, with perplexities 15.08 and 15.06, is the model of Table 8 with RoPE in both modes
         "l2-key": {"rope": "both", "attention_l2_norm": "key"},
         "l2-query-key": {"rope": "both", "attention_l2_norm": "query_key"},
         "rope-both": {"rope": "both"},
@@ -151,8 +151,8 @@ ABLATIONS: dict[str, dict[str, dict[str, Any]]] = {
 def ablation(family: str, name: str, size: str = "380m") -> Recipe:
     """Return the recipe of a row (paper, Tables 4 to 8) or curve (Figures 4 and 5), with 20 tokens per parameter.
 
-    Each sequence has one mode, but with "chunk" in the name each chunk has one. Models without a gate have a wider MLP,
-    so that all models of a size have equally many parameters per mode.
+    Each sequence has one mode; if the name contains "chunk", each chunk has one. Models without a gate have a wider
+    MLP, so that all models of a size have equally many parameters per mode.
     """
     changes = {"mode_assignment": "sequence", **ABLATIONS[family][name]}
     base, tokens = paper(family, size), 20 * _MILLIONS[size] * 10**6
@@ -170,7 +170,7 @@ def ablation(family: str, name: str, size: str = "380m") -> Recipe:
 def demo(family: str, assignment: str) -> Recipe:
     """Return a recipe of about 100M parameters on the built-in corpus and associative recall, for minutes on one GPU.
 
-    Recall needs many steps rather than many tokens, so that batches are small and four of five rows are recall. Rows
+    Recall needs many steps rather than many tokens, so batches are small, and four of five rows are recall. Rows
     have more pairs than the linear state of either family can store.
     """
     suffix = "" if assignment == "chunk" else "-sequence"

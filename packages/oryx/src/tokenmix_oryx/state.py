@@ -13,7 +13,7 @@ from tokenmix_core.nn import Bounds
 
 
 class DroppableKV(KVState):
-    """A KV cache of all tokens, which is empty after `drop` and stays so."""
+    """A KV cache of all tokens; after `drop` it is empty, and later tokens are not stored."""
 
     dropped = False
 
@@ -36,9 +36,9 @@ class OryxCache(HybridCache):
     After `promise_linear`, Oryx layers have only the parts of constant size; layers with other mixers are not affected.
     """
 
-    # True if the model must refuse attention mode
+    # True after `promise_linear`: the model must then refuse attention mode
     linear_only = False
-    # inside the model's `decoding`: the mode of calls that give none; None for the model's default mode
+    # the mode of calls without a mode inside the model's `decoding`; None for the model's default mode
     decoding_mode: Any = None
 
     def promise_linear(self) -> None:

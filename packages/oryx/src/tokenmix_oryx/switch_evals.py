@@ -26,21 +26,17 @@ from tokenmix_oryx.modes import ATTENTION, LINEAR, MODES
 Schedule = list[tuple[int, str]]
 # ranges of distances from a switch, in tokens, over each of which the excess loss is averaged
 AFTER = ((0, 16), (16, 64), (64, 128))
-# this entry is in the settings of suites whose result rows name their own modes
+# an entry in the settings of suites whose result rows state their own modes
 BY_ROW = {"modes": "each row's"}
 
 
 def switch_schedules(length: int, chunk_size: int) -> dict[str, dict[str, Schedule]]:
-    """Return a schedule for each plot and curve: one switch, several, or switches inside chunks, starting in each mode.
-
-    Raises:
-        ValueError: a length that is too short for a switch.
-    """
+    """Return schedules by plot and curve: one switch, several, or some inside chunks; either mode comes first once."""
     quarter = max(chunk_size, length // 4 // chunk_size * chunk_size)
     off = quarter + chunk_size // 3 + 1
     if length <= off + 1:
         raise ValueError(f"switches of chunks of {chunk_size} tokens need more than {off + 1} tokens, got {length}")
-    # the last token predicts no token
+    # the last token predicts nothing, so positions end before it
     end = length - 1
     plots: dict[str, dict[str, Schedule]] = {"one switch": {}, "several switches": {}, "unaligned switches": {}}
     for first, second in ((ATTENTION, LINEAR), (LINEAR, ATTENTION)):

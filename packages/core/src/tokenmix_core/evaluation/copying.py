@@ -63,14 +63,14 @@ def copy_losses(
     """
     batches = with_copy(windows, length, passage, distance).split(batch_size)
     losses = torch.cat([token_losses(model, batch.to(model.device)).double().cpu() for batch in batches]).numpy()
-    # losses[:, t] is the loss of token t + 1
+    # losses[:, t] is the loss of token t + 1, so the last copy is at the end
     at = losses.shape[1] - passage
     first = None if distance is None else losses[:, at - distance : at - distance + passage]
     return first, losses[:, at:]
 
 
 def copy_needs(options: EvalOptions) -> int:
-    """Return the least number of text tokens with which the suite can run: two windows of its length."""
+    """Return the minimum number of text tokens with which the suite can run: two windows of its length."""
     length = one_sequence(DEFAULT_LENGTH)(options)
     return 4 * (length - copy_distances(length)[0])
 

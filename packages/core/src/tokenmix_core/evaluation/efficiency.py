@@ -171,7 +171,7 @@ def measure_inference(
         included, after the prefill and after decoding; on a GPU, the peak memory; the fractions on which the cost of
         layers depends for this prompt, such as the fraction of softmax chunks.
     """
-    # imported here, because `info` lists the suites and should not import models
+    # a late import: `info` lists the suites and should not import models
     from tokenmix_core.modeling import CACHE
 
     device = model.device
@@ -197,9 +197,9 @@ def measure_inference(
                 logits = model(input_ids=logits[:, -1:].argmax(-1), use_cache=True, **{CACHE: cache}).logits
 
         with decoding(getattr(output, CACHE)):
-            # `decoding` has dropped the parts of the cache that decoding steps do not need
+            # after `decoding`, which drops the parts of the cache that decoding steps do not need
             allocated, content = (cache_bytes(getattr(output, CACHE), allocated=which) for which in (True, False))
-            # not timed, because the first step may move the cache to the storage of a captured graph
+            # one step that is not timed: it may move the cache to the storage of a captured graph
             decode(1)
             step = watch.time(lambda: decode(decode_tokens)) / decode_tokens
         decoded = cache_bytes(getattr(output, CACHE))

@@ -45,7 +45,8 @@ def run_tasks(
 
     Args:
         suite: name of the suite in the result.
-        tasks: maps lm-eval's name of a task to that metric of it which enters averages. A group of tasks also gets rows
+        tasks: maps lm-eval's name of a task to the metric of the task that enters averages. A group of tasks also gets
+        rows
             of its own: for each metric that all of its tasks have, the mean over all examples.
         include: folders with further task files, in addition to `options.include`.
         builtin: whether to include lm-eval's own tasks.
@@ -61,13 +62,14 @@ def run_tasks(
     lm_eval = require("lm_eval", "eval")
     HFLM = require("lm_eval.models.huggingface", "eval").HFLM
     TaskManager = require("lm_eval.tasks", "eval").TaskManager
-    # lm_eval otherwise logs several lines about each task
+    # otherwise lm_eval logs several lines about each task
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
     chosen = options.choose(suite, tuple(tasks))
     max_length = options.max_length
     if suite == "ruler":
         check_ruler(chosen, tokenizer, options.lengths or ())
-        # RULER's lengths include the answer; without this, lm-eval would cut prompts at the model's training length
+        # RULER's lengths include the answer; without `max_length`, lm-eval would cut prompts at the model's training
+        # length
         max_length = max_length or max(options.lengths or ())
     if absent := [folder for folder in options.include or () if not Path(folder).is_dir()]:
         raise ValueError(f"include must name folders with task files, and {absent[0]!r} is none")
@@ -124,7 +126,7 @@ def run_tasks(
                     found += by_sample(name, output["samples"][name], tasks[name])
                 rows += found
     rows += _group_rows(rows, asked)
-    # an average without the failed tasks would be that of an easier or harder suite
+    # no average after a failure: it would be that of an easier or harder suite
     if not parts.failed:
         averaged = chosen if average_over is None else average_over
         rows += _length_averages(rows) if suite == "ruler" else _average(rows, tasks, averaged)
@@ -165,7 +167,7 @@ def load_tasks(manager: Any, names: Sequence[str]) -> dict[str, dict[str, Any]]:
                 f"lm-eval's tasks need with: {install_command('lm-eval[ifeval,longbench,ruler]')}"
             ) from error
         except OSError as error:
-            # the network errors of datasets, huggingface_hub and requests are all subclasses of this error
+            # all network errors of datasets, huggingface_hub and requests are subclasses of OSError
             missing[name] = _what_is_missing(name, error)
     if missing:
         rest = f"; what needs none of it: --tasks {','.join(loaded)}" if loaded else ""
@@ -187,7 +189,7 @@ def _what_is_missing(task: str, error: OSError) -> str:
 
 @contextmanager
 def _offline(wanted: bool) -> Iterator[None]:
-    """Context in which, if `wanted`, hub clients fail at once; without it, each one tries for half a minute."""
+    """Context manager: if `wanted`, hub clients fail at once; otherwise each one tries for half a minute."""
     if not wanted:
         yield
         return
@@ -203,7 +205,7 @@ def _offline(wanted: bool) -> Iterator[None]:
 
 
 def check_ruler(tasks: Sequence[str], tokenizer: Any, lengths: Sequence[int]) -> None:
-    """Refuse lengths that are so short that RULER's generators of prompts would never end.
+    """Raise a ValueError for lengths so short that RULER's generators of prompts would never end.
 
     Raises:
         ValueError: a length below a task's shortest prompt, or a tokenizer whose tokens are too short.
@@ -249,7 +251,7 @@ def _rows(task: str, output: dict[str, Any]) -> list[dict[str, Any]]:
         metric, _, filtered = key.partition(",")
         if not filtered or metric.endswith("_stderr") or not isinstance(value, int | float):
             continue
-        # RULER gives the value −1 for lengths that were not requested
+        # skip the value −1, which RULER gives for lengths that were not requested
         if metric.isdigit() and value == -1:
             continue
         error = output["results"][task].get(f"{metric}_stderr,{filtered}")

@@ -48,7 +48,7 @@ def override(
         invalidate()
 
 
-# an H100's or H200's SMs, and bytes of shared memory of a block; tiles were measured on these GPUs
+# number of SMs of an H100 or H200, and bytes of shared memory of a block; tiles were measured on these GPUs
 _HOPPER_SMS = 132
 _HOPPER_BLOCK = 232_448
 # precision of float32 MMAs: three tf32 MMAs are nearly as precise as float32. AMD's compiler has no such mode, but
@@ -84,7 +84,7 @@ def block_memory() -> int:
 
 
 class RowTile(NamedTuple):
-    """The tile of an iteration (BM rows, BD elements of each row), and the number of warps of a program."""
+    """Tile of one iteration (BM rows by BD elements of each row), and warps per program."""
 
     BM: int
     BD: int
@@ -99,7 +99,7 @@ def many_waves(programs: int) -> bool:
 def register_limit(programs: int, registers: int) -> int | None:
     """Return `registers`, a limit per thread, if `many_waves(programs)`; else None: the compiler chooses.
 
-    Fewer registers increase occupancy and slow down each program, which pays only with many programs.
+    Fewer registers increase occupancy but slow down each program: this pays only with many programs.
     """
     return registers if many_waves(programs) else None
 

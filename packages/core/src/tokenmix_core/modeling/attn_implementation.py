@@ -1,4 +1,4 @@
-"""transformers' `attn_implementation`, mapped to the implementations of our mixers."""
+"""Map transformers' `attn_implementation` to the implementations of our mixers."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ class ChoosesAttention:
     config: Any
 
     def _check_and_adjust_attn_implementation(self, attn_implementation: Any, *args: Any, **kwargs: Any) -> Any:
-        # return the request unchanged: transformers would replace None by a default, which would then look like a
-        # request
+        # return the request unchanged: transformers would replace None by a default, as if the caller had requested
+        # that default
         return attn_implementation
 
     def set_attn_implementation(self, attn_implementation: str) -> None:

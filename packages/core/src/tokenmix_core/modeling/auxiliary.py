@@ -20,7 +20,7 @@ class AuxiliaryLoss(NamedTuple):
 
 @contextmanager
 def collected_losses(model: nn.Module) -> Iterator[list[AuxiliaryLoss]]:
-    """Return a context with a list of its training calls' auxiliary losses, for callers that add them themselves."""
+    """Context manager: yield a list that gets the auxiliary losses of training calls, for callers that add them."""
     found: list[AuxiliaryLoss] = []
     backbones: list[Any] = [module for module in model.modules() if hasattr(module, "auxiliary_losses")]
     for backbone in backbones:

@@ -57,7 +57,7 @@ class HybridOutput(CacheOutput):
 
 
 class HybridBlock(GradientCheckpointingLayer):
-    """x ← x + mixer(norm(x)); x ← x + mlp(norm(x)). Without the second step if `intermediate_size` is 0."""
+    """x ← x + mixer(norm(x)); x ← x + mlp(norm(x)). The second step is omitted if `intermediate_size` is 0."""
 
     def __init__(self, config: HybridConfig, mixer: Mixer):
         super().__init__()
@@ -125,12 +125,12 @@ class HybridPreTrainedModel(ChoosesAttention, CheckedLoading, PreTrainedModel):
         init_weights_(module, self.config.initializer_range)
 
     def state_bounds(self, seq_len: int, batch_size: int = 1, dtype: torch.dtype | None = None) -> Bounds:
-        """Return the least and most bytes of a cache of `batch_size` sequences of `seq_len` tokens."""
+        """Return the minimum and maximum bytes of a cache for `batch_size` sequences of `seq_len` tokens."""
         dtype, backbone = self.dtype if dtype is None else dtype, cast(HybridModel, self.base_model)
         return Bounds.sum(mixer.state_bounds(seq_len, batch_size, dtype) for mixer in backbone.mixers)
 
     def state_bytes(self, seq_len: int, batch_size: int = 1, dtype: torch.dtype | None = None) -> int:
-        """Return the most bytes of a cache; see `state_bounds`."""
+        """Return the maximum bytes of a cache; see `state_bounds`."""
         return self.state_bounds(seq_len, batch_size, dtype).most
 
 
@@ -148,7 +148,7 @@ class HybridModel(HybridPreTrainedModel):
             for i in range(config.num_hidden_layers)
         ]
         choose_attention(mixers, config._attn_implementation)
-        # for each extra input, the mixer class that converts it
+        # maps each extra input to the mixer class that converts it
         self.input_takers = _input_takers(mixers)
         self.layers = nn.ModuleList(HybridBlock(config, mixer) for mixer in mixers)
         self.norm = RMSNorm(config.hidden_size, config.norm_eps)
@@ -160,7 +160,7 @@ class HybridModel(HybridPreTrainedModel):
             }
         )
         self.gradient_checkpointing = False
-        # auxiliary losses of training calls whose caller omits them; None outside `auxiliary.collected_losses`
+        # auxiliary losses of training calls whose caller did not add them; None outside `auxiliary.collected_losses`
         self.auxiliary_losses: list[AuxiliaryLoss] | None = None
         self.warned_of_losses = False
         # these tensors stay in float32 when a checkpoint is loaded in 16 bits
@@ -249,7 +249,7 @@ class HybridModel(HybridPreTrainedModel):
         hidden = self._embed(input_ids, inputs_embeds)
         call = begin_call(
             self,
-            # the layout of the whole rows
+            # an empty tensor with the layout of the whole rows
             hidden if shard is None else hidden.new_empty(len(hidden), shard.tokens, 0),
             mixer_inputs,
             attention_mask=attention_mask,
@@ -284,7 +284,7 @@ class HybridModel(HybridPreTrainedModel):
                     args["defer"] = True
                 if shard is not None:
                     args |= {"shard": shard, "layer": i}
-                # positional, because checkpointing computes gradients of positional arguments only
+                # positional arguments, because checkpointing computes gradients only for these
                 stream = (hidden,) if branch is None else (hidden, branch)
                 if cache is None:
                     hidden, branch, more = layer(*stream, **args)
@@ -300,7 +300,7 @@ class HybridModel(HybridPreTrainedModel):
                     if not span.empty:
                         auxiliary.setdefault(name, []).append(value)
                     elif name.endswith("_loss"):
-                        # zeros that still depend on the parameters, so that these get zero gradients
+                        # zeros that depend on the parameters, which thereby get zero gradients
                         auxiliary.setdefault(name, []).append(value.masked_fill(torch.ones_like(value).bool(), 0))
                 if output_hidden_states:
                     seen.append(span.unpack(hidden if rows is None else span.pack(hidden)))
@@ -351,7 +351,7 @@ class HybridModel(HybridPreTrainedModel):
             )
 
     def inputs_to_keep(self, inputs: dict[str, Any], cache: HybridCache) -> dict[str, Any]:
-        """Return extra inputs in the form in which a cache's history keeps them, to compute tokens again after `crop`.
+        """Return the extra inputs as a cache's history stores them, to compute tokens again after `crop`.
 
         Override this for inputs that depend on the model or the call. Tensors `[B, T, ...]` have a value for each
         token.
@@ -361,7 +361,7 @@ class HybridModel(HybridPreTrainedModel):
     def prepare_mixer_inputs(
         self, inputs: dict[str, Any], span: Span, cu_seqlens: Tensor | None, cache: HybridCache | None
     ) -> dict[str, Any]:
-        """Convert extra inputs to what the layers take; override this for inputs that depend on the model or the cache.
+        """Convert extra inputs to the layers' form; override this for inputs that depend on the model or the cache.
 
         Args:
             inputs: the caller's inputs.

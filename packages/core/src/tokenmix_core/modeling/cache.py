@@ -13,7 +13,7 @@ from transformers.cache_utils import Cache
 from tokenmix_core.modeling.rollback import History, Snapshot
 from tokenmix_core.nn.state import LayerState, Span, copy_all
 
-# for each state part of a cache, its tensors; the last tuple holds the sequences' lengths
+# tensors of each state part of a cache; the last tuple holds the sequences' lengths
 Storage = list[tuple[Tensor, ...]]
 
 
@@ -40,11 +40,11 @@ class HybridCache(Cache):
     ):
         super().__init__(layers=list(layers))  # type: ignore[arg-type]
         self.max_length, self.offload_states = max_length, offload
-        # length: tokens seen, padding included; past: largest number of stored tokens of any sequence, or a bound of
-        # it; lengths: stored tokens of each sequence, None if all store `past`
+        # length: tokens seen, padding included; past: number of stored tokens of the longest sequence, or an upper
+        # bound of it; lengths: stored tokens of each sequence, None if all store `past`
         self.length, self.past = 0, 0
         self.lengths: Tensor | None = None
-        # whether any sequence's last token was padding; a tensor on the device until the host has read it
+        # whether the last token of any sequence was padding; a tensor on the device until the host reads it
         self.padding_at_end: bool | Tensor = False
         # True from a call's first change of a state to its end
         self.broken = False
@@ -56,7 +56,7 @@ class HybridCache(Cache):
         self.capacity, self._limit = 0, 0
         self._read: tuple[list[int], int] | None = None
         self._equal = True
-        # runs decoding steps instead of the model's forward; see `decode_graph.Steps`
+        # a function that runs decoding steps instead of the model's forward; see `decode_graph.Steps`
         self.steps: Any = None
         # snapshots and inputs from which `crop` restores; None if the cache keeps none
         self.history = None if record is None else History(record)
@@ -96,7 +96,7 @@ class HybridCache(Cache):
         if self._fixed_lengths is not None:
             self._fixed_lengths.add_(1)
             self.past += 1
-        # a call of padding only (the beginning of a padded prompt in chunks) changes no state
+        # a call with only padding (the first chunk of a padded prompt) changes no state
         elif span.mask is None or len(span.index):
             self.lengths = None if span.uniform else span.after[: span.batch]
             self.past += span.tokens
@@ -108,7 +108,7 @@ class HybridCache(Cache):
         if not self.broken:
             self.broken = True
             if self.span is not None and self.span.fixed:
-                # append one sequence for the padding; its initial state does not matter
+                # padding tokens become one more sequence; its initial state does not matter
                 _map(self.layers, lambda x: torch.cat((x, x[:1])))
         if self.offload_states:
             _map([self.layers[layer_idx]], lambda x: x.to(device, non_blocking=True))
@@ -121,7 +121,7 @@ class HybridCache(Cache):
 
     @property
     def fixed(self) -> bool:
-        """True between `fix` and `loosen`."""
+        """True between `fix` and `loosen`: all tensors keep their addresses."""
         return self._fixed_lengths is not None
 
     def has_memory(self) -> bool:
@@ -135,7 +135,7 @@ class HybridCache(Cache):
         """Keep the addresses of all tensors until `loosen`, with memory for sequences of `capacity` tokens.
 
         A decoding step (one token of each sequence) then reads and writes only these tensors, lengths included, and
-        launches the same kernels at every length, so that a CUDA graph can capture it. Any other call ends this with
+        launches the same kernels at every length, so that a CUDA graph can capture it. Any other call ends this by
         `loosen`.
 
         Args:
@@ -202,12 +202,12 @@ class HybridCache(Cache):
         return [n + self.past - then for n in lengths]
 
     def count(self, tokens: int) -> None:
-        """Add `tokens` to the host's counters, after replayed graphs have run as many decoding steps on the device."""
+        """Add `tokens` to the host's counters, after graph replays ran this number of decoding steps on the device."""
         self.length, self.past = self.length + tokens, self.past + tokens
 
     @contextmanager
     def capturing(self) -> Iterator[None]:
-        """Return a context for capturing a decoding step, which does not run: the host's counters are restored."""
+        """Context manager for the capture of a decoding step, which does not run: it restores the host's counters."""
         length, past = self.length, self.past
         try:
             yield
@@ -265,12 +265,12 @@ class HybridCache(Cache):
 
     @property
     def is_sliding(self) -> list[bool]:
-        """For each layer, True if it keeps a window of tokens."""
+        """Return for each layer whether it keeps only a window of tokens."""
         return [any(part.window is not None for part in layer.parts.values()) for layer in self.layers]
 
     @property
     def is_linear(self) -> list[bool]:
-        """False for each layer: transformers' flag marks layers that do not know their length."""
+        """Return False for each layer: transformers' flag marks layers that do not know their length."""
         return [False] * len(self.layers)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
@@ -310,9 +310,10 @@ class HybridCache(Cache):
             self.history.clear()
 
     def activate_past_recording(self, tokens: int = 32) -> None:
-        """Keep a history from now on: `crop` can then remove `tokens` tokens, or a last call of up to 2 · `tokens`.
+        """Keep a history from now on: `crop` can remove `tokens` tokens, or a last call of up to 2 · `tokens` tokens.
 
-        The history holds up to five copies of the states. Decoding steps then are not captured as graphs.
+        The history holds up to five copies of the states. With a history, decoding steps are not captured as CUDA
+        graphs.
         """
         self.loosen()
         if self.history is None or self.history.tokens < tokens:

@@ -14,7 +14,7 @@ from typing import Any
 from transformers.utils.generic import ModelOutput
 
 NAMES = ("cache", "past_key_values")
-# the versions whose outputs have the new name also accept the old name
+# prefer the new name: versions whose outputs have it also accept the old name
 CACHE = NAMES[0] if hasattr(ModelOutput, NAMES[1]) else NAMES[1]
 
 

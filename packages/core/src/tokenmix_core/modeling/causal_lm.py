@@ -69,7 +69,7 @@ class HybridForCausalLM(GeneratesInSteps, HybridPreTrainedModel, GenerationMixin
 
     @property
     def input_takers(self) -> dict[str, type[Mixer]]:  # type: ignore[override]
-        """For each extra input, the mixer class that converts it."""
+        """Return for each extra input the mixer class that converts it."""
         return self.model.input_takers
 
     def step_output(self, logits: Tensor, cache: HybridCache) -> HybridCausalLMOutput:
@@ -139,7 +139,8 @@ class HybridForCausalLM(GeneratesInSteps, HybridPreTrainedModel, GenerationMixin
         )
         hidden, logits, loss, cache = out.last_hidden_state, None, None, out.cache
         if cache is not None:
-            # broken until the end: after an error below, a caller without logits would feed these tokens again
+            # mark the cache as broken until the end: after an error below, a caller without logits would compute these
+            # tokens again
             cache.broken = True
         if output_logits is None:
             output_logits = labels is None or not self.training
@@ -171,7 +172,7 @@ class HybridForCausalLM(GeneratesInSteps, HybridPreTrainedModel, GenerationMixin
     def flops_per_token(self, seq_len: int) -> float:
         """Return the training FLOPs per token, three times the forward's, to compute the utilisation of hardware.
 
-        They include all linear layers with the output layer, and the mixing as the mixers count it (attention over
+        They include all linear layers, the output layer too, and the mixing as the mixers count it (attention over
         visible keys, recurrences in their recurrent form), but not embeddings, norms and activations.
         """
         return 3.0 * (self.model.flops_per_token(seq_len) + 2.0 * self.lm_head.weight.numel())
@@ -200,7 +201,7 @@ class HybridForCausalLM(GeneratesInSteps, HybridPreTrainedModel, GenerationMixin
         extra = summed_losses(auxiliary)
         count = (targets != IGNORE).sum() if num_items is None else num_items
         if logits is not None and self.loss_function is not ForCausalLMLoss:
-            # loss functions of transformers shift the labels and divide by the number of tokens themselves
+            # transformers' loss functions themselves shift the labels and divide by the number of tokens
             labels = nn.functional.pad(targets[:, :-1], (1, 0), value=IGNORE)
             given = {} if num_items is None else {"num_items_in_batch": num_items}
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **given)
@@ -221,7 +222,7 @@ class HybridForCausalLM(GeneratesInSteps, HybridPreTrainedModel, GenerationMixin
 
         if not is_sharded_linear(head):
             return fused(hidden)
-        # called through the layer, because FSDP2 gathers the weight around a layer's call
+        # call the layer, because FSDP2 gathers the weight around this call
         head.forward = fused
         try:
             return head(hidden)
@@ -236,7 +237,7 @@ class HybridForCausalLM(GeneratesInSteps, HybridPreTrainedModel, GenerationMixin
     @functools.wraps(GenerationMixin.prepare_inputs_for_generation)  # pyright: ignore[reportAttributeAccessIssue]
     def prepare_inputs_for_generation(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         read_padding_flag(take_cache(kwargs))
-        # transformers passes the argument on from generate(stop_strings=..., tokenizer=...)
+        # drop an argument that transformers passes on from generate(stop_strings=..., tokenizer=...)
         kwargs.pop("tokenizer", None)
         prepare = super().prepare_inputs_for_generation  # pyright: ignore[reportAttributeAccessIssue]
         return prepare(*args, **kwargs)
@@ -257,7 +258,7 @@ class HybridForCausalLM(GeneratesInSteps, HybridPreTrainedModel, GenerationMixin
             max_length = generation_config.max_length or 0
             cache = model_kwargs[CACHE] = self.make_cache(max_length, offload=implementation == "offloaded")
             if getattr(generation_config, "is_assistant", False):
-                # the cache of an assistant model, some of whose drafted tokens the main model rejects
+                # for an assistant model: the main model rejects some of its drafted tokens, which `crop` then removes
                 cache.activate_past_recording()
 
 
@@ -269,7 +270,7 @@ def _targets(
         raise ValueError(f"labels must have shape {list(hidden.shape[:2])}, got {list(labels.shape)}")
     targets = nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORE)
     if cu_seqlens is not None:
-        # index −1, if the first sequence is empty, means the last token, which predicts nothing anyway
+        # the index is −1 if the first sequence is empty: the last token, which predicts nothing anyway
         targets[0].index_fill_(0, (cu_seqlens[1:].long() - 1) % targets.shape[1], IGNORE)
         padding = torch.arange(targets.shape[1], device=targets.device) >= cu_seqlens[-1]
         targets = targets.masked_fill(padding, IGNORE)

@@ -1,4 +1,4 @@
-"""Loading of checkpoints that refuses damaged or unfitting files."""
+"""Load checkpoints, but refuse damaged or unfitting files."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def load_checked(cls: type, load: Callable[..., Any], source: Any, *args: Any, s
     if isinstance(source, str | os.PathLike) and Path(source).is_dir():
         integers = check_model_folder(Path(source, kwargs.get("subfolder") or ""))
     if strict:
-        # mismatched sizes are reported below, together with the other faults
+        # let transformers accept mismatched sizes: they are reported below together with the other faults
         kwargs["ignore_mismatched_sizes"] = True
     try:
         model, info = load(source, *args, output_loading_info=True, **kwargs)
@@ -52,7 +52,8 @@ def load_checked(cls: type, load: Callable[..., Any], source: Any, *args: Any, s
             f"{source}: the weights cannot be read, the file is damaged or cut short ({_first_line(error)})"
         ) from error
     if strict:
-        # weights that may be missing: the output layer if the checkpoint is a backbone's, a classifier's new head
+        # weights that may be missing: the output layer if the checkpoint is of a backbone, or the new head of a
+        # classifier
         head = set() if hasattr(model, "lm_head") else {"lm_head.weight"}
         new = getattr(cls, "new_weights", None)
         problems = {
@@ -127,7 +128,7 @@ class CheckedLoading:
                 configuration or has weights that are not finite.
         """
         load = super().from_pretrained  # type: ignore[misc]
-        # without this argument, transformers may ask the user whether to run the folder's own `generate`
+        # otherwise transformers may ask the user whether to run the `generate` in the checkpoint's folder
         kwargs.setdefault("trust_remote_code", is_trusted())
         return load_checked(cls, load, pretrained_model_name_or_path, *args, strict=strict, **kwargs)
 

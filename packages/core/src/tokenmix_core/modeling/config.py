@@ -18,7 +18,7 @@ from tokenmix_core.nn.mixer import Mixer
 from tokenmix_core.nn.registry import find_mixer
 from tokenmix_core.nn.rotary import check_rope
 
-# keys of transformers itself in a configuration, besides the fields of its class
+# keys of a configuration that belong to transformers itself, besides the fields of its class
 _OF_TRANSFORMERS = frozenset(
     {
         "_attn_implementation_internal",
@@ -41,11 +41,11 @@ _OF_TRANSFORMERS = frozenset(
 )
 
 
-# maps a size's name in the configuration, which other libraries read, to the mixers' attribute
+# maps a size's name in the configuration, which other libraries read, to the name of the mixers' attribute
 DERIVED = {"num_attention_heads": "num_heads", "num_key_value_heads": "num_kv_heads", "head_dim": "head_dim"}
 
 
-# without a limit, the list of labels could exhaust memory before a message appears; no model is deeper
+# more layers than any model has; without a limit, the list of labels could exhaust memory before an error message
 def check_depth(layers: Any) -> None:
     """Raise a ValueError for an implausible number of layers, before allocating anything per layer."""
     if isinstance(layers, int) and layers > MOST_LAYERS:
@@ -149,7 +149,7 @@ class HybridConfig(PreTrainedConfig):
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields and the derived head counts, which peft reads from this dictionary."""
-        # head_dim is a field of the papers' older configurations, which must keep its value
+        # head_dim is a field in older configurations of the papers' models, and must keep its value there
         return super().to_dict() | {name: size for name, size in self._derived().items() if name != "head_dim"}
 
     def to_diff_dict(self) -> dict[str, Any]:
@@ -181,7 +181,7 @@ class HybridConfig(PreTrainedConfig):
         """
         if (kind := config_dict.get("model_type", cls.model_type)) != cls.model_type:
             raise ValueError(f"{cls.__name__}: expected a configuration of model_type {cls.model_type!r}, got {kind!r}")
-        # the mixers' options may have been edited since `to_dict` made the dictionary, so derive the sizes again
+        # derive the sizes again: the mixers' options may have been edited since `to_dict` made the dictionary
         fields = {name: value for name, value in config_dict.items() if name not in DERIVED or name == "head_dim"}
         return super().from_dict(fields, **kwargs)
 

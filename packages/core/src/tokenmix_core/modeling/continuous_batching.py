@@ -25,9 +25,9 @@ from tokenmix_core.modeling.request_states import Chunk, RequestStates
 
 # maximum number of requests that run at the same time
 _REQUESTS = 256
-# maximum capacity in tokens that the scheduler is told; it also holds if the states' size does not depend on tokens
+# maximum capacity in tokens that the scheduler is told, even if the states' size does not depend on tokens
 _MOST_TOKENS = 1 << 22
-# the option of a request that contains its extra inputs for the mixers
+# name of the request option that has extra inputs for the mixers
 _INPUTS = "mixer_inputs"
 
 
@@ -45,7 +45,7 @@ class ServedModel:
         self.model, self.device, self.dtype = model.eval(), model.device, model.dtype
         self.generation_config = model.generation_config
         text = model.config.get_text_config()
-        # sizes of the placeholder: one layer with one head of size 1; transformers builds no masks for flash attention
+        # the placeholder model: one layer with one head of size 1; for flash attention, transformers builds no masks
         self.config = LlamaConfig(
             num_hidden_layers=1,
             hidden_size=1,
@@ -59,7 +59,8 @@ class ServedModel:
         self.config._attn_implementation = "flash_attention_2"
         self.states = RequestStates(model)
         self._chunks: list[Chunk] = []
-        # called with a request and the number of its first tokens that another request's snapshot saves
+        # a function that is called with a request and the number of its first tokens that another request's snapshot
+        # covers
         self.on_prefix: Callable[[str, int], object] = lambda request, tokens: None
 
     def eval(self) -> ServedModel:
@@ -67,11 +68,11 @@ class ServedModel:
         return self
 
     def set_attn_implementation(self, name: str) -> None:
-        """Do nothing: the model keeps its own implementation."""
+        """Do nothing, because the model keeps its own implementation of attention."""
 
     @property
     def _cached_continuous_batching_manager(self) -> Any:
-        """transformers' manager for the next call, stored as an attribute of `model`, the object that users hold."""
+        """transformers' manager for the next call, stored as an attribute of `model`, the object that callers hold."""
         return vars(self.model).get("_cached_continuous_batching_manager")
 
     @_cached_continuous_batching_manager.setter
@@ -95,7 +96,7 @@ class ServedModel:
 
         @functools.wraps(index)
         def extend(request: str, past: int, tokens: int, *args: Any) -> None:
-            # a one-token prompt that is about to be forked has no tokens left in this step
+            # a one-token prompt that is about to be forked has no tokens in this step
             if tokens:
                 state = scheduler.active_requests.get(request)
                 prompt = state is not None and past < len(state.initial_tokens)
@@ -106,7 +107,7 @@ class ServedModel:
         def search(request: str, tokens: list[int]) -> int:
             state = scheduler.waiting_requests.get(request)
             found = self.states.begin(request, tokens, inputs_of(state))
-            # a preempted request has found its prefix before
+            # a preempted request is not counted again, because it found its prefix earlier
             if found and state is not None and not state._true_initial_tokens:
                 self.on_prefix(request, found)
             return found
@@ -137,7 +138,7 @@ class ServedModel:
         # with these, the scheduler calls `search` for the prefix of each new request, and trusts the answer
         cache.use_prefix_sharing, cache.search_prefix_match = True, search
         scheduler.schedule_batch = schedule_batch
-        # the engine keeps these options with a request, also when the request is preempted or forked
+        # the engine keeps registered options with a request, even if the request is preempted or forked
         processor.logit_processor.supported_keys[_INPUTS] = dict
 
     def __call__(self, input_ids: Tensor, logits_to_keep: Tensor, **_: Any) -> CausalLMOutput:
@@ -173,7 +174,8 @@ class HybridBatchingManager(ContinuousBatchingManager):
         if continuous_batching_config.cpu_offload_space:
             raise ValueError("cpu_offload_space is not available: preempted requests are computed again")
         config = copy(continuous_batching_config)
-        # shapes differ from step to step, decoding steps have graphs of their own, and `keep_prefixes` shares states
+        # no block table and no shared blocks: shapes differ in every step, decoding steps have CUDA graphs of their
+        # own, and `keep_prefixes` shares states
         config.max_blocks_per_request, config.allow_block_sharing = 0, False
         config.use_cuda_graph, config.use_async_batching, config.default_compile_level = False, False, 0
         config.varlen_compile_config = config.decode_compile_config = None
@@ -222,7 +224,9 @@ class HybridBatchingManager(ContinuousBatchingManager):
         mixer_inputs: dict[str, Any] | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Add a request with extra inputs by name, `mixer_inputs`; all else is given as to transformers' manager."""
+        """Add a request with extra inputs by name, `mixer_inputs`; other arguments are those of transformers'
+        manager.
+        """
         limit = self.generation_config.max_new_tokens if max_new_tokens is None else max_new_tokens
         self.check_request(input_ids, limit)
         inputs = self.model.model.request_inputs(mixer_inputs or {}, len(input_ids))  # type: ignore[attr-defined]
@@ -260,7 +264,7 @@ def _tokens_that_fit(model: Any, config: ContinuousBatchingConfig) -> int:
     """Return how many tokens the states of `max_requests_per_batch` requests can hold in the free memory."""
     _, total, reserved, allocated = get_device_and_memory_breakdown()
     free = (total - max(reserved, allocated)) * (config.max_memory_percent or 0.9)
-    # a state takes a constant number of bytes plus a number per token
+    # estimate a state's bytes as a constant plus a number per token
     short, long = (model.state_bytes(n) for n in (1 << 15, 1 << 16))
     per_token = (long - short) / (1 << 15)
     constant = max(0.0, short - per_token * (1 << 15)) * (config.max_requests_per_batch or _REQUESTS)

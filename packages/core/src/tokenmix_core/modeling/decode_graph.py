@@ -26,10 +26,10 @@ from tokenmix_core.nn.mixer import Mixer
 from tokenmix_core.nn.plain import has_hooks, is_third_party, modules_of, settings_of
 from tokenmix_core.nn.state.parts import StatePart
 
-# number of unused captured steps that a model keeps: _KEPT, or up to _MOST_KEPT if their caches take less than
+# maximum number of unused captured steps that a model keeps: _KEPT, or _MOST_KEPT if their caches take less than
 # _KEPT_BYTES
 _KEPT, _MOST_KEPT, _KEPT_BYTES = 4, 8, 2 << 30
-# smallest capacity of a cache in tokens
+# minimum capacity of a cache in tokens
 _LEAST_CAPACITY = 256
 # storage for at least _USUAL_CAPACITY tokens, and for twice as many as storage that was too small, is allocated if it
 # takes at most _SPACIOUS_BYTES: if lengths vary, each larger capacity is captured again, which takes as long as tens of
@@ -38,7 +38,7 @@ _USUAL_CAPACITY, _SPACIOUS_BYTES = 1024, 512 << 20
 # further tokens per sequence for which data-dependent memory is allocated: fewer waste less memory, more require fewer
 # captures
 _SPARE = 512
-# smallest capacity of a cache whose memory does not depend on its length
+# minimum capacity of a cache whose memory does not depend on its length
 _LEAST_FLAT_CAPACITY = 16_384
 
 
@@ -84,12 +84,12 @@ class CapturedSteps:
             True if a graph was replayed, so that `work` itself was not called.
         """
         replay = self.graphs.get(key)
-        # a graph launches its kernels many times, which repays the compilation of specialised kernels
+        # specialised kernels: a graph launches its kernels many times, which repays their compilation
         with specialised():
             if replay is None and key in self.graphs and self.capture is not None:
                 replay = self._capture(key, work, capturing)
             if replay is None:
-                # if nothing can be captured, use the launch cache, which does not support programmatic dependent launch
+                # if nothing can be captured, use the launch cache, which excludes programmatic dependent launch
                 with contextlib.nullcontext() if self.capture is None else pdl_launches(self.ids.device):
                     work()
         if replay is None:
@@ -99,7 +99,7 @@ class CapturedSteps:
         return True
 
     def evict_all_but(self, newest: int, prefix: str) -> None:
-        """Drop the graphs and extra tensors of all keys that begin with `prefix`, except the `newest` latest."""
+        """Drop the graphs and extra tensors of all keys that begin with `prefix`, except the latest `newest` keys."""
         keys = [key for key in self.extra if isinstance(key, tuple) and key[0] == prefix]
         for key in keys[: max(0, len(keys) - newest)]:
             del self.extra[key]
@@ -186,7 +186,7 @@ class Steps:
         self._within = False
 
     def __deepcopy__(self, memo: dict) -> None:
-        # a copied cache starts without captured steps
+        # a copied cache starts without captured steps, which belong to the original's addresses
         return None
 
     def takes(self, given: dict[str, Any]) -> bool:
@@ -195,7 +195,7 @@ class Steps:
         if self._within or torch.is_grad_enabled() or not cache.past or not isinstance(ids, Tensor):
             return False
         if any(self._hooks) or settings_of(self._third_party) != self._settings:
-            # hooks or adapters changed after the first step, so captured graphs are outdated
+            # hooks or adapters changed after the first step: captured graphs are outdated
             return False
         own = self.model.input_takers
         others = (name for name, x in given.items() if x is not None and name not in _IGNORED and name not in own)
@@ -303,11 +303,11 @@ class Steps:
                 target = captured.inputs.get(name)
                 if target is None or target.shape != x.shape or target.dtype != x.dtype:
                     target = captured.inputs[name] = torch.empty_like(x, device=captured.ids.device)
-                    # existing graphs read the previous tensor
+                    # a new tensor: existing graphs read the previous one
                     captured.graphs.clear()
                 target.copy_(x)
                 fixed[name] = target
-        # lists and dictionaries are not hashable, so their repr represents them
+        # sort by name and take the repr: lists and dictionaries are not hashable
         plain = sorted((name, x) for name, x in inputs.items() if not isinstance(x, Tensor))
         return fixed, tuple((name, x if isinstance(x, str | int | float | None) else repr(x)) for name, x in plain)
 
@@ -330,7 +330,7 @@ class Steps:
         captured.logits.copy_(logits)
 
 
-# arguments of a call that do not prevent a decoding step
+# names of arguments with which a call still is a decoding step
 _IGNORED = frozenset(
     ("input_ids", "attention_mask", "position_ids", *NAMES, "use_cache", "logits_to_keep", "return_dict",
      "cache_position")
@@ -338,7 +338,7 @@ _IGNORED = frozenset(
 
 
 def why_not(model: Any, cache: Any) -> str | None:
-    """Return the reason why the model's decoding steps cannot be captured on this device; None if they can."""
+    """Return why the model's decoding steps cannot be captured on this device, as a text; None if they can."""
     if cuda_graphs.capture_on(model.device) is None:
         return f"there are no graphs on {model.device.type}"
     if not isinstance(cache, HybridCache) or cache.offload_states:
@@ -385,7 +385,7 @@ def _tensors(modules: Iterable[nn.Module]) -> Iterator[Tensor]:
 
 
 def _grows(part: StatePart) -> bool:
-    """True if a part of a layer's state takes more memory for more tokens, or does not know whether it does."""
+    """True if a part of a layer's state takes more memory for more tokens, or if that is unknown."""
     try:
         less, more = (part.bounds(n, 1, torch.float32).most for n in (_LEAST_FLAT_CAPACITY, 2 * _LEAST_FLAT_CAPACITY))
     except ValueError:
@@ -394,7 +394,7 @@ def _grows(part: StatePart) -> bool:
 
 
 def _rounded_up(tokens: int) -> int:
-    """Round up to one of 2 sizes per power of two (above 2,048: of 8), so that more caches share the same storage."""
+    """Round up to one of 2 sizes per power of two (8 above 2,048), so that more caches can use the same storage."""
     bits = (tokens - 1).bit_length()
     unit = max(128, 1 << max(0, bits - (2 if tokens <= 2048 else 4)))
     return -(-tokens // unit) * unit

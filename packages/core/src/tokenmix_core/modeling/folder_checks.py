@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 MOST_LAYERS = 10_000
-# far beyond any model, yet two such sizes can be multiplied without an overflow
+# maximum sizes: far beyond any model, yet two of them can be multiplied without an overflow
 _MOST = {"hidden_size": 2**24, "intermediate_size": 2**24, "vocab_size": 2**28, "num_hidden_layers": MOST_LAYERS}
 _MOST |= {"max_position_embeddings": 2**40, "num_attention_heads": 2**20, "head_dim": 2**20}
 _FLOATS = ("F16", "BF16", "F32", "F64")
@@ -108,7 +108,7 @@ def check_model_folder(folder: Path) -> dict[str, str]:
 
 
 def _check_types(config: dict[str, Any], folder: Path) -> None:
-    """Refuse values of a wrong type in transformers' own fields: its errors would not name these fields."""
+    """Raise a ValueError for a wrong type in a field of transformers, whose own errors would not name it."""
     for name, kind in _TYPES.items():
         value = config.get(name)
         wrong = not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool)
@@ -119,9 +119,9 @@ def _check_types(config: dict[str, Any], folder: Path) -> None:
 
 
 def _check_elements(folder: Path, config: dict[str, Any], elements: int) -> None:
-    """Refuse a configuration whose embedding alone has far more elements than all weights in the files."""
+    """Raise a ValueError if the embedding alone would have far more elements than all weights in the files."""
     sizes = [config.get(name) for name in ("vocab_size", "hidden_size")]
-    # a quantised element may take an eighth of a stored element, which explains the factor
+    # the factor 16 covers quantised weights: up to eight elements share one stored element
     if all(isinstance(size, int) for size in sizes) and math.prod(sizes) > max(16 * elements, 2**30):  # type: ignore[arg-type]
         raise ValueError(
             f"{folder}: the weights do not fit config.json: vocab_size={sizes[0]} times hidden_size={sizes[1]} is more "

@@ -27,7 +27,7 @@ from tokenmix_core.modeling.decode_graph import Steps, StepStore, why_not
 from tokenmix_core.modeling.sampling import Sampler, draw, needs_host
 from tokenmix_core.nn.mixer import Mixer
 
-# the name of our option, in `generate` and in `generation_config`
+# name of our option in `generate` and in `generation_config`
 OPTION = "decoding_graph"
 # number of tokens after which the host asks the device whether all sequences have ended
 SYNC_EVERY = 16
@@ -59,15 +59,15 @@ class GeneratesInSteps:
 
     @property
     def step_store(self) -> StepStore:
-        """Captured decoding steps (CUDA graphs) of this model that no running generation uses."""
+        """The captured decoding steps (CUDA graphs) of this model that no running generation uses."""
         return self.__dict__.setdefault("_step_store", StepStore())
 
     def free_decoding_graphs(self) -> None:
-        """Free the memory of captured decoding steps that earlier generations left."""
+        """Free the memory of decoding steps that earlier generations captured."""
         self.step_store.free()
 
     def step_inputs(self, given: dict[str, Any], cache: HybridCache, tokens: Tensor | None) -> dict[str, Any]:
-        """Return the mixers' inputs of a decoding step: tensors, and other values, each with a graph of its own.
+        """Return the mixers' inputs of a decoding step. Each non-tensor value among them gets a graph of its own.
 
         Args:
             given: the keyword arguments of the call or of the generation.
@@ -131,7 +131,7 @@ class GeneratesInSteps:
 
     @contextmanager
     def decoding(self, cache: HybridCache, *, graph: bool | None = None) -> Iterator[None]:
-        """Context in which calls with one token of each sequence run as decoding steps of `generate`, for custom loops.
+        """Context manager for custom loops: calls with one token per sequence run as decoding steps of `generate`.
 
         Each step overwrites the logits that the previous step returned.
 
@@ -147,7 +147,7 @@ class GeneratesInSteps:
 
     @contextmanager
     def _steps(self, cache: Any, graph: bool | None, *, keep: bool) -> Iterator[Steps | None]:
-        """Return a context whose value is the `Steps` of a cache; None if steps cannot or should not be captured.
+        """Context manager that yields the `Steps` of a cache; None if steps cannot or should not be captured.
 
         `keep` tells whether the cache will be used again afterwards.
         """
@@ -196,7 +196,7 @@ class GeneratesInSteps:
         with self._steps(cache, getattr(generation_config, OPTION, None), keep=kept) as steps:
             if steps is not None and _loops_here(generation_config, stopping_criteria, model_kwargs, synced_gpus):
                 loop = _Loop(self, steps, logits_processor, stopping_criteria, generation_config, streamer)
-                # in this context transformers may run mixtures of experts by an implementation made for few tokens
+                # transformers may run mixtures of experts here by an implementation for few tokens
                 with getattr(self, "_optimize_model_for_decode", nullcontext)():
                     return loop(input_ids, model_kwargs, sync_every=1 if kept else SYNC_EVERY)
             sample: Any = super()._sample  # type: ignore[misc]
@@ -233,7 +233,7 @@ class _Loop:
         model, steps, cache = self.model, self.steps, self.steps.cache
         logits = self._prefill(input_ids, given)
         token = draw(self.processors, logits, input_ids, sample=self.config.do_sample)
-        # transformers derives the arguments of the next call from all tokens, and may free memory
+        # transformers derives the next call's arguments from all tokens, and may free memory for it
         first = model.prepare_inputs_for_generation(
             torch.cat((input_ids, token), 1), next_sequence_length=1, **self.given
         )
@@ -245,7 +245,7 @@ class _Loop:
         if positions is not None:
             captured.positions.copy_(positions)
         shown, length, stop = input_ids.shape[1], input_ids.shape[1] + 1, None
-        # the first token goes to a streamer immediately
+        # stop at the first token, so that a streamer gets it immediately
         pause = 0 if self.streamer is not None or sync_every == 1 else sync_every - 1
         while True:
             over = length == self.max_length
@@ -274,7 +274,8 @@ class _Loop:
         try:
             outputs = self.model._prefill(input_ids, self.config, given, is_first_iteration=True)
         except torch.OutOfMemoryError:
-            # free captured steps and try again; if the caller owns the cache, it may have changed already
+            # out of memory: free captured steps and try again, unless the caller owns the cache, which may have changed
+            # already
             if self.steps.cache._is_user_defined or not self.model.step_store.free():
                 raise
             self.steps.cache.reset()
@@ -300,7 +301,7 @@ def _check_new_tokens(input_ids: Tensor, given: dict[str, Any]) -> None:
     if not isinstance(cache, HybridCache):
         return
     prompt = input_ids if embeds is None else embeds
-    # a mask that is longer than the prompt means that the prompt has only new tokens
+    # a mask longer than the prompt means that the prompt has only new tokens
     whole = embeds is not None or mask is None or mask.shape[1] == prompt.shape[1]
     held = cache.get_seq_length()
     if whole and held and held >= prompt.shape[1]:
@@ -312,7 +313,7 @@ def _check_new_tokens(input_ids: Tensor, given: dict[str, Any]) -> None:
 
 
 def _outlives(cache: Any, config: Any) -> bool:
-    """True if the caller can use the cache after the generation."""
+    """True if the caller keeps the cache, which then outlives the generation."""
     return bool(config.return_dict_in_generate) or getattr(cache, "_is_user_defined", False)
 
 

@@ -19,7 +19,8 @@ from transformers.modeling_layers import (
 from tokenmix_core.modeling.backbone import HybridModel, HybridPreTrainedModel
 from tokenmix_core.modeling.config import HybridConfig
 
-# for each kind: transformers' head, its auto class, and the prefix of the head's weights, which language models lack
+# for each kind of head: transformers' class, its auto class, and the prefix of the head's weights, which language
+# models lack
 HEADS: dict[str, tuple[type, Any, str]] = {
     "SequenceClassification": (GenericForSequenceClassification, AutoModelForSequenceClassification, "score."),
     "TokenClassification": (GenericForTokenClassification, AutoModelForTokenClassification, "score."),
@@ -40,10 +41,10 @@ def register_heads(config: type[HybridConfig], model: type[HybridModel]) -> None
             "__module__": model.__module__,
             "config_class": config,
             "new_weights": new_weights,
-            # the Trainer must not pass `num_items_in_batch`: these heads average their loss over the call
+            # tell the Trainer not to pass `num_items_in_batch`: these heads average their loss over the call
             "accepts_loss_kwargs": False,
         }
         kind = type(name, (generic, HybridPreTrainedModel), fields)
-        # pickle looks for a class in its module
+        # make the class an attribute of its module, where pickle looks for it
         setattr(sys.modules[model.__module__], name, kind)
         auto.register(config, kind, exist_ok=True)

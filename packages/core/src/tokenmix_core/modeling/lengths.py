@@ -1,4 +1,4 @@
-"""Append tokens to the rows of training calls: their lengths become multiples, so that few different shapes occur.
+"""Append tokens to the rows of training calls, so that lengths are multiples of 16 or more and few shapes occur.
 
 At the first calls of each shape, launches are planned (`launch.cache`) and cuBLAS selects kernels. If every step has a
 new length, this takes longer than the step of a small model on a GPU. In a causal model, appended tokens without labels
@@ -43,10 +43,10 @@ def round_up(
     (`Mixer.bounds_more_tokens`). Unless `can_round` holds, the arguments are returned unchanged.
     """
     if torch.compiler.is_compiling():
-        # under torch.compile one graph serves all lengths
+        # return them unchanged: under torch.compile one graph serves all lengths
         return input_ids, labels, cu_seqlens
     if input_ids.dim() != 2 or labels.shape != input_ids.shape or (cu_seqlens is not None and cu_seqlens.dim() != 1):
-        # the model itself refuses these arguments later
+        # return invalid arguments unchanged: the model itself raises the error
         return input_ids, labels, cu_seqlens
     tokens = input_ids.shape[1]
     more = rounded_length(tokens) - tokens
@@ -63,7 +63,7 @@ def round_up(
     if cu_seqlens is None and any(isinstance(x, Mixer) and x.bounds_more_tokens for x in modules):
         if len(input_ids) > 1:
             return input_ids, labels, cu_seqlens
-        # [0, T], written by the device, as a copy from the host would wait for it
+        # [0, T], made on the device: a copy from the host would wait for the device
         cu_seqlens = torch.arange(0, tokens + 1, tokens, dtype=torch.int32, device=input_ids.device)
     if more:
         input_ids = torch.cat((input_ids, input_ids[:, :more]), 1)

@@ -1,4 +1,4 @@
-"""Conversion of a call's padding mask, document boundaries and positions to one token layout."""
+"""Convert a call's padding mask, document boundaries and positions to one token layout."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tokenmix_core.modeling.cache_name import name_of
 from tokenmix_core.modeling.rollback import Tokens
 from tokenmix_core.nn.state import Span
 
-# further arguments that transformers' DataCollatorWithFlattening gives besides position_ids
+# names of the arguments for boundaries that transformers' DataCollatorWithFlattening adds to position_ids
 _BOUNDARIES = ("cu_seq_lens_q", "cu_seq_lens_k")
 _LONGEST = ("max_length_q", "max_length_k")
 _INDEX = "seq_idx"
@@ -70,7 +70,7 @@ def begin_call(
     recomputes = model.training and model.gradient_checkpointing
     check_cache(cache)
     if recomputes and cache is not None:
-        # gradient checkpointing runs a layer twice, which would update its state twice
+        # gradient checkpointing runs each layer twice, which would update its state twice
         raise ValueError("a cache and gradient checkpointing exclude each other: call model.eval() to generate")
     cached = cache is not None or (bool(use_cache) and not recomputes)
     cu_seqlens = document_cu_seqlens(
@@ -110,7 +110,7 @@ def rolls_back(forward: Callable[..., Any]) -> Callable[..., Any]:
         given = {**dict(zip(names, args, strict=False)), **kwargs}
         x = given.get("input_ids") if given.get("inputs_embeds") is None else given["inputs_embeds"]
         if not isinstance(x, Tensor) or given.get("cu_seqlens") is not None:
-            # `forward` itself refuses these arguments
+            # invalid arguments: `forward` itself raises the error
             return forward(self, *args, **kwargs)
         mask = real_tokens(given.pop("attention_mask", None), len(x), x.shape[1], cache)
         takers = getattr(self, "input_takers", {})
@@ -204,7 +204,7 @@ def real_tokens(mask: Tensor | None, batch: int, tokens: int, cache: HybridCache
         raise ValueError(f"attention_mask must be a tensor, got {type(mask).__name__}")
     if mask is None:
         return None
-    # separate comparisons, because torch 2.11 does not find a symbolic length in a tuple
+    # separate comparisons: torch 2.11 does not find a symbolic length in a tuple
     fits = mask.dim() == 2 and mask.shape[0] == batch
     if not fits or (mask.shape[1] != tokens and mask.shape[1] != past + tokens):
         raise ValueError(
@@ -213,7 +213,7 @@ def real_tokens(mask: Tensor | None, batch: int, tokens: int, cache: HybridCache
         )
     tracing = torch.compiler.is_compiling()
     if tokens == 1 and past > 0 and cache is not None:
-        # in a compiled graph the host cannot read a value from the device
+        # in a compiled graph the host cannot read the flag from the device
         unsure = cache.padding_at_end is not False if tracing else cache.ends_in_padding()
         if not unsure:
             return None
@@ -259,16 +259,16 @@ def cu_seqlens_where(begins: Bool[Tensor, "T_minus_1"], tokens: int) -> Int[Tens
 
 
 def read_padding_flag(cache: Any) -> None:
-    """Read from the device whether a sequence ends in padding.
+    """Read from the device whether a sequence of the cache ends in padding.
 
-    This must happen before a compiled step, inside which it is impossible.
+    Call this before a compiled step, inside which the host cannot read from the device.
     """
     if isinstance(cache, HybridCache):
         cache.ends_in_padding()
 
 
 def _refuse_restarts(position_ids: Tensor, span: Span, cached: bool) -> None:
-    # document_cu_seqlens has checked single rows; a compiled graph cannot check values
+    # `document_cu_seqlens` has checked single rows; a compiled graph cannot check values
     plain = span.batch == 1 and span.mask is None and not cached
     if span.tokens == 1 or plain or torch.compiler.is_compiling():
         return
@@ -290,6 +290,6 @@ def _tensor(name: str, x: Any) -> Tensor:
 
 
 def _agree(a: Tensor, b: Tensor) -> bool:
-    # compare values on a CPU only, because reading them from a GPU would synchronise
+    # compare values on a CPU only: reading them from a GPU would synchronise
     look = not (a.is_cuda or b.is_cuda or torch.compiler.is_compiling())
     return a.shape == b.shape and (not look or torch.equal(a, b))

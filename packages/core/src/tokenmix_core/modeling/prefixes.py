@@ -9,12 +9,12 @@ from collections.abc import Callable, Hashable, Sequence
 
 from tokenmix_core.modeling.cache import HybridCache
 
-# number of block hashes of earlier prompts to remember, by which the shared beginning of two prompts is found
+# maximum number of block hashes of earlier prompts to remember; they show how many blocks two prompts share
 _MOST_SEEN = 1 << 16
 
 
 class Prefixes:
-    """Snapshots by a hash of their tokens, chained over blocks; the one unused for longest is evicted first.
+    """Snapshots by a hash of their tokens, chained over blocks; the least recently used one is evicted first.
 
     A prompt stores two snapshots: at its last block boundary, and at the last block boundary of the beginning that it
     shares with an earlier prompt. At least one token of each prompt is always computed.
@@ -50,7 +50,8 @@ class Prefixes:
             request: id of the request; the hashes of its prompt are kept until `drop`.
             tokens: the prompt.
             context: settings of the model on which all states depend.
-            inputs: returns those extra inputs of the tokens `start` to `stop − 1` on which their states depend.
+            inputs: `inputs(start, stop)` returns the extra inputs of tokens `start` … `stop − 1` on which states
+            depend.
         """
         if request not in self._requests:
             keys = self._keys(tokens, context, inputs)
@@ -79,7 +80,7 @@ class Prefixes:
     def store(self, request: str, tokens: int, cache: HybridCache) -> None:
         """Store a request's state after its first `tokens` tokens.
 
-        If memory is short, evict the states that have been unused for longest.
+        If the budget is exceeded, evict the least recently used states.
         """
         size = cache.allocated_nbytes
         if size > self.budget:

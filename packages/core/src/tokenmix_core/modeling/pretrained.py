@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from tokenmix_core.modeling.config import HybridConfig
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
-# new name of the first component of a weight's name inside its layer
+# the first component of a weight's name inside its layer: transformers' and ours
 _NAMES = {
     "self_attn": "mixer",
     "input_layernorm": "mixer_norm",
@@ -36,7 +36,7 @@ def attention_options(config: Any) -> list[dict[str, Any]]:
         raise ValueError(f"expected a model of type {', '.join(FAMILIES)}, got {config.model_type!r}")
     if getattr(config, "attention_dropout", 0):
         raise ValueError(f"attention_dropout must be 0, got {config.attention_dropout!r}")
-    # in Llama and Qwen3, attention_bias includes a bias of the output projection
+    # in Llama and Qwen3, attention_bias also means a bias of the output projection
     if getattr(config, "attention_bias", False):
         raise ValueError("attention_bias must be False: the output projection has no bias here")
     heads = config.num_attention_heads

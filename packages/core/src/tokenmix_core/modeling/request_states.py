@@ -55,9 +55,9 @@ class RequestStates:
         # for each request, its cache and row, and its number of tokens
         self._rows: dict[str, tuple[HybridCache, int]] = {}
         self._tokens: dict[str, int] = {}
-        # context of decoding steps for the cache of all decoding requests
+        # context manager of decoding steps, for the cache of all decoding requests
         self._steps, self._decoded = ExitStack(), None
-        # the model's settings when each request began, and in the present step
+        # the model's settings: those with which each request began, and those of the present step
         self._settings: dict[str, Hashable] = {}
         self._current: Hashable = None
 
@@ -67,7 +67,7 @@ class RequestStates:
     @property
     def allocated_nbytes(self) -> int:
         """Number of bytes allocated for states, without those of `prefixes`."""
-        # iterate over a copy, because other threads may read this property
+        # iterate over a copy: other threads may read this property while requests change
         caches = {id(cache): cache for cache, _ in list(self._rows.values())}
         return sum(cache.allocated_nbytes for cache in caches.values())
 
@@ -130,12 +130,12 @@ class RequestStates:
         left: dict[int, list[tuple[Chunk, Tensor]]] = {}
         for i, x in enumerate(chunks):
             if not x.past and x.request in self._rows:
-                # a preempted request starts again from its first token
+                # a preempted request starts again from its first token: drop its old state
                 self._rows.pop(x.request)
                 self._tokens.pop(x.request)
             if x.past != self._tokens.get(x.request, 0):
                 raise ValueError(f"request {x.request} has {self._tokens.get(x.request, 0)} tokens, got {x.past}")
-            # divide a chunk at the lengths where snapshots are taken
+            # cut a chunk at the lengths at which snapshots are taken
             stop = x.past + x.tokens
             starts = [x.past, *(n for n in self.prefixes.boundaries(x.request, x.past, stop) if n < stop)]
             sizes = [b - a for a, b in zip(starts, [*starts[1:], stop], strict=True)]
@@ -183,7 +183,7 @@ class RequestStates:
         return dict(zip(parts, logits, strict=True))
 
     def _decode(self, chunks: list[Chunk], parts: dict[int, Tensor]) -> dict[int, Tensor]:
-        """Compute one new token of each request in one decoding step."""
+        """Compute one new token of each request in a single decoding step of the model."""
         cache = self._cache_of([x.request for x in chunks])
         if cache is not self._decoded:
             self._end_steps()
@@ -191,7 +191,7 @@ class RequestStates:
             self._decoded = cache
         ids, inputs = torch.stack(list(parts.values())), self._inputs(chunks)
         logits = self.model(ids, cache=cache, logits_to_keep=1, **inputs).logits[:, -1]
-        # a copy, because the next captured step overwrites the logits
+        # clone: the next captured step overwrites the logits
         return dict(zip(parts, logits.clone(), strict=True))
 
     def _inputs(self, chunks: Sequence[Chunk]) -> dict[str, Any]:
@@ -202,7 +202,7 @@ class RequestStates:
         }
 
     def _settings_now(self) -> Hashable:
-        """Return the settings on which states depend besides tokens: weights, adapters, options. Read once per step."""
+        """Return the settings besides tokens on which states depend: weights, adapters, options. Read once per step."""
         if self._current is None:
             weights = (*self.model.parameters(), *self.model.buffers())
             versions = tuple((x.data_ptr(), 0 if x.is_inference() else x._version) for x in weights)
@@ -244,7 +244,7 @@ class RequestStates:
 
 
 def _trimmed(cache: HybridCache) -> HybridCache:
-    """Return the cache after freeing its spare capacity."""
+    """Free the cache's spare capacity, and return the cache."""
     for layer in cache.layers:
         for part in layer.parts.values():
             part._resize(cache.past, 0)

@@ -1,4 +1,4 @@
-"""Removal of a cache's last tokens, as speculative decoding requires.
+"""Remove the last tokens of a cache, as speculative decoding requires.
 
 Recurrent states cannot be inverted. A cache with a `History` therefore keeps snapshots of the states, and the inputs of
 the calls since the oldest snapshot (token ids take fewer bytes than a state per token). `HybridCache.crop` restores the
@@ -16,7 +16,7 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-# number of snapshots within the removable tokens: with more snapshots, fewer tokens are computed again
+# number of snapshots among the removable tokens: with more snapshots, fewer tokens are computed twice
 _SNAPSHOTS = 4
 
 
@@ -111,7 +111,8 @@ class History:
         self.snapshots: list[Snapshot] = []
         # inputs since the oldest snapshot, pending tokens included
         self.inputs: list[Tokens] = []
-        # how many of these inputs, at the end of the list, are pending: part of the sequences, but not of the states
+        # number of these inputs, from the end of the list, that are pending: part of the sequences, but not of the
+        # states
         self.pending = 0
 
     @property
@@ -152,8 +153,8 @@ class History:
         for x in self.inputs:
             stop = max(0, end - start)
             x = x.map(lambda t, stop=stop: t[:, :stop])
-            # snapshots are taken only after an input, so that each input lies wholly before or after the restored
-            # snapshot
+            # each input lies wholly before or after the restored snapshot, because snapshots are taken only after whole
+            # inputs
             pending += start >= self.snapshots[-1].length and len(x) > 0
             start += len(x)
             kept += [x] if len(x) else []
@@ -201,7 +202,7 @@ class History:
         yield now
 
     def _add(self, cache: Restorable, tokens: Tokens) -> None:
-        """Count the inputs `tokens`, which a call has computed, as computed instead of pending.
+        """Move the inputs `tokens`, which a call has computed, from the pending to the computed inputs.
 
         Drop snapshots and inputs that are too old for `crop`.
         """
@@ -212,7 +213,7 @@ class History:
         if self.pending and computed:
             self.inputs[-self.pending] = self.inputs[-self.pending].map(lambda t: t[:, computed:])
         self.inputs.insert(len(self.inputs) - self.pending, tokens)
-        # no input crosses a snapshot, so that whole inputs are dropped with a snapshot
+        # no input crosses a snapshot, so whole inputs can be dropped with it
         while len(self.snapshots) > 1 and self.snapshots[1].length <= cache.length - self.tokens:
             dropped = self.snapshots[1].length - self.snapshots.pop(0).length
             while dropped:
@@ -231,7 +232,7 @@ def _last_tokens(outputs: list[Any], tokens: int) -> Any:
     batch = len(out.last_hidden_state)
     for name in ("hidden_states", "router_logits"):
         if (layers := getattr(out, name, None)) is not None:
-            # router logits have one flat dimension for rows and tokens: [B · T, experts]
+            # router logits have one dimension for rows and tokens together: [B · T, experts]
             values = [
                 last(lambda x, i=i, name=name: getattr(x, name)[i].view(batch, -1, getattr(x, name)[i].shape[-1]))
                 for i in range(len(layers))

@@ -1,4 +1,4 @@
-"""Rows with padding, `[B, T, D]`, for hooks and adapters, although the layers compute only the real tokens."""
+"""Give hooks and adapters rows with padding, `[B, T, D]`, although the layers compute only the real tokens."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class PacksRows:
 
 @contextmanager
 def rows_for_hooks(modules: Iterable[nn.Module], span: Span) -> Iterator[None]:
-    """Context in which modules with hooks see `[B, T, ...]`, zero at padding, instead of packed `[1, total, ...]`.
+    """Context manager: modules with hooks see `[B, T, ...]`, zero at padding, instead of packed `[1, total, ...]`.
 
     Hooks get rows, and so does the module's own `forward`, because an adapter may compute per row. Only a module that
     mixes along time, recognised by its argument `cu_seqlens`, computes packed tokens although its hooks get rows. A
@@ -67,7 +67,7 @@ def rows_for_hooks(modules: Iterable[nn.Module], span: Span) -> Iterator[None]:
 
 
 def _is_watched(module: nn.Module) -> bool:
-    # accelerate also sets a forward on modules; it only loads weights and ignores shapes
+    # accelerate also sets a `forward` on modules, but it only loads weights and works for any shape
     own = "forward" in module.__dict__ and not hasattr(module, "_hf_hook")
     return own or has_hooks(module)
 
@@ -119,7 +119,7 @@ class _Chunks:
 
 
 def _mapped(x: Any, shape: tuple[int, ...], change: Callable[[Tensor], Tensor]) -> Any:
-    """Apply `change` to tensors, also inside tuples, lists and dictionaries, whose first dimensions are `shape`."""
+    """Apply `change` to each tensor in x with first dimensions `shape`, also inside tuples, lists and dictionaries."""
     if isinstance(x, Tensor):
         return change(x) if x.dim() > 1 and tuple(x.shape[:2]) == shape else x
     if type(x) in (tuple, list):

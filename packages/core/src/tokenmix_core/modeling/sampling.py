@@ -1,4 +1,4 @@
-"""Sampling on the device: turn logits into tokens and append them, until all sequences have ended."""
+"""Sample on the device: turn logits into tokens and append them, until all sequences have ended."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengt
 
 from tokenmix_core.modeling.decode_graph import CapturedSteps
 
-# processors that read nothing but the tokens so far, and the attributes by which their graphs differ
+# processors that read nothing but the tokens so far, each with the attributes that its graph depends on
 _ON_DEVICE: dict[type, tuple[str, ...]] = {
     TemperatureLogitsWarper: ("temperature",),
     TopKLogitsWarper: ("top_k", "filter_value"),
@@ -29,9 +29,9 @@ _ON_DEVICE: dict[type, tuple[str, ...]] = {
     MinPLogitsWarper: ("min_p", "filter_value", "min_tokens_to_keep"),
     RepetitionPenaltyLogitsProcessor: ("penalty",),
 }
-# value of a sequence's end index before it has ended
+# end index of a sequence that has not ended
 _NEVER = 1 << 62
-# number of earlier samplers whose graphs are kept
+# number of earlier samplers whose graphs are kept for reuse
 _KEPT = 3
 
 
@@ -99,7 +99,7 @@ class Sampler:
             self.tokens.copy_(prompt[:, -1:].expand_as(self.tokens))
             self.tokens[:, :T] = prompt
         elif any(type(x) is RepetitionPenaltyLogitsProcessor for x in self.processors):
-            # without a prompt, there is no token with which to fill the unwritten columns
+            # without a prompt there is no token to fill the unwritten columns, so do not capture
             self._captures = False
         self.length.fill_(T)
         self.ended.zero_()
@@ -128,11 +128,7 @@ class Sampler:
         self._host_length += 1
 
     def ask(self, first: int, length: int) -> tuple[int | None, list[list[int]]]:
-        """Synchronise; return the length at which all sequences had ended, or None, and the tokens of the range.
-
-        Args:
-            first, length: start and end of the range of tokens to return.
-        """
+        """Synchronise; return the length at which all sequences had ended (or None), and a range of their tokens."""
         new = self.tokens[:, first:length]
         last, *flat = torch.cat((self.ends.max().unsqueeze(0), new.flatten())).tolist()
         width = length - first
@@ -177,7 +173,7 @@ def draw(
     scores: Tensor = processors(seen, logits.to(torch.float32, copy=True))  # type: ignore[arg-type]
     if not sample:
         return scores.argmax(-1, keepdim=True)
-    # the algorithm of torch.multinomial, which itself would synchronise to check the probabilities
+    # as in torch.multinomial, which itself would synchronise to check the probabilities
     probabilities = scores.softmax(-1)
     return (probabilities / torch.empty_like(probabilities).exponential_()).argmax(-1, keepdim=True)
 

@@ -1,4 +1,4 @@
-"""Calls whose rows are split over ranks: their checks, and prompts that end in a cache on every rank."""
+"""Calls whose rows are split over ranks: checks, and prompts that end in a complete cache on every rank."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def check_split(
 
 
 def _is_set(mixer: Mixer, name: str) -> bool:
-    """Return an attribute of the mixer's own class; False if only a base class sets it."""
+    """Return an attribute that the mixer's own class sets; False if only a base class sets it."""
     return name in vars(type(mixer)) and getattr(mixer, name)
 
 
@@ -78,8 +78,8 @@ def split_prefill(
 ) -> tuple[Float[Tensor, "B vocab"], HybridCache]:
     """Compute a prompt split over ranks; return the logits after it and the cache, equal on all ranks.
 
-    Every rank can then decode by itself: all do the same, or one goes on alone. The last tokens, up to twice the number
-    of ranks, are computed on each rank, so that a prompt may have any length.
+    Afterwards every rank can decode by itself: either all ranks decode the same, or one continues alone. The last
+    tokens, up to twice the number of ranks, are computed on each rank, so that a prompt may have any length.
 
     Args:
         model: a `HybridForCausalLM` in evaluation mode, the same on all ranks.

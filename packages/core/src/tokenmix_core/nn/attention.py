@@ -111,7 +111,7 @@ class Attention(Mixer):
         q = q.unflatten(-1, (self.num_heads, self.head_dim))
         k, v = (x.unflatten(-1, (self.num_kv_heads, self.head_dim)) for x in (k, v))
         if state is not None and state.kv.fixed and self.rotary_dim is not None:
-            # this branch is a decoding step: only then does a call get one token of each sequence and a state at fixed
+            # this branch is a decoding step: only then does a call have one token per sequence and a state with fixed
             # addresses
             q = self._store(q, k, v, state, rotary)
             return output_linear(decoded(q, state.kv, state.span, impl=self.impl).o.flatten(-2), self.o_proj), None
@@ -151,7 +151,7 @@ class Attention(Mixer):
 
 
 def mean_visible(seq_len: int, window: int | None = None, sinks: int = 0) -> float:
-    """Return the number of keys that a token sees, averaged over the positions of a causal sequence."""
+    """Return the number of keys that a token sees, averaged over the positions of one causal sequence."""
     if window is None or seq_len <= window + sinks:
         return (seq_len + 1) / 2
     reach = window + sinks
@@ -218,10 +218,10 @@ def decoded(
     impl: AttentionImpl | None = None,
 ) -> AttentionOutput:
     """Attend with one query per sequence over the keys in `kv`, which already contain the query's own key and value."""
-    # upper bound of the number of stored tokens, known without a synchronisation; a ring buffer's order has no
-    # influence
+    # upper bound of the number of stored tokens, known without synchronisation; the order of keys in a ring buffer does
+    # not matter
     slots = min(span.past + 1, kv.num_slots)
-    # implementations other than these two have no decoding kernel, so they become None: the default kernel
+    # other implementations have no decoding kernel: None selects the default kernel
     kernel = impl if impl in ("triton", "reference") else None
     return attention_decode(q, kv.keys[:, :slots], kv.values[:, :slots], kv.filled(span), scale=scale, impl=kernel)
 
@@ -236,7 +236,7 @@ def _ragged_attention(q: Tensor, k: Tensor, v: Tensor, kv: KVState, span: Span, 
     visible = (key_positions.unsqueeze(1) >= 0) & (distance >= 0)
     if kv.window is not None:
         visible &= (distance < kv.window) | (key_positions.unsqueeze(1) < kv.sinks)
-    # padding queries see all keys, because a softmax over no key would be NaN
+    # padding queries see all keys: a softmax over no key would be NaN
     visible |= ~real.unsqueeze(2)
     keys, values = torch.cat((kv.keys[: span.batch], k), 1), torch.cat((kv.values[: span.batch], v), 1)
     factor = q.shape[-1] ** -0.5 if scale is None else scale

@@ -10,8 +10,8 @@ from torch import Tensor
 
 # chunk size of the recurrences' kernels
 CHUNK = 64
-# log decay at a boundary: 2⁻⁴⁰ vanishes beside a 16-bit mantissa; a stronger one would make a chunk's cumulative sums
-# of g less precise
+# log decay at a boundary: 2⁻⁴⁰ is below the precision of 16-bit values; a stronger decay would make a chunk's
+# cumulative sums of g less precise
 BOUNDARY_DECAY = -40 * math.log(2)
 
 
@@ -36,9 +36,9 @@ def as_one_sequence(
     tokens = g.shape[1]
     if tokens >= CHUNK * (cu_seqlens.shape[0] - 1):
         return g, cu_seqlens
-    # one element more than tokens, because an empty last document begins at index `tokens`
+    # one element more than there are tokens, because an empty last document begins at index `tokens`
     first = torch.zeros(tokens + 1, dtype=torch.bool, device=g.device)
     first.index_fill_(0, cu_seqlens[:-1].long(), True)
-    # the boundaries of one sequence: from 0 to where the last document ends and padding begins
+    # boundaries of one sequence, from 0 to the end of the last document, where padding begins
     whole = cu_seqlens[:: len(cu_seqlens) - 1].contiguous()
     return g.masked_fill(first[:-1].view(1, -1, 1), BOUNDARY_DECAY), whole

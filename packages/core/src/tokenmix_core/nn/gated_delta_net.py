@@ -109,7 +109,7 @@ class GatedDeltaNet(Mixer):
             k_conv=self.k_conv.make_state(),
             v_conv=self.v_conv.make_state(),
             recurrent=TensorState(*self.fit.state_shape(self.num_v_heads), dtype=torch.float32),
-            # the decoding kernel counts in this tensor, and resets it to zero at the end of each step
+            # counters of finished programs: the decoding kernel resets them to zero at the end of each step
             arrivals=TensorState(self.num_heads, dtype=torch.int32),
         )
 

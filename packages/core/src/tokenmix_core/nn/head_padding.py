@@ -1,4 +1,4 @@
-"""Head counts and sizes, and the padding or splitting of heads to the sizes that kernels support."""
+"""Counts and sizes of heads, and padding or splitting of heads to the sizes that kernels support."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ class HeadFit:
     """Pad and split a linear recurrence's heads to sizes that its kernel supports, without changing the result.
 
     A key size K between two supported sizes is padded to the larger one with zeros, which do not change the scores. The
-    state's columns do not interact, so a value head of size V is split into equal heads of the largest supported size
-    that divides V, each with the gates of the original head; if no size divides V, the head is padded.
+    columns of the state do not interact, so a value head of size V is split into equal heads of the largest supported
+    size that divides V, each with the gates of the original head; if no size divides V, the head is padded.
 
     Args:
         key_size: K.

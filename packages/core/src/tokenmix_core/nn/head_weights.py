@@ -26,7 +26,7 @@ class HeadWeights(KeepsFloat32):
         total, count: sum and count of the observations since the last optimizer step, `[H]` and `[]`.
     """
 
-    # float32, because bfloat16 represents integers exactly only up to 256, and `count` grows beyond
+    # float32: bfloat16 represents integers exactly only up to 256, and `count` exceeds that
     float32 = ("weight", "average", "total", "count")
     weight: Tensor
     average: Tensor

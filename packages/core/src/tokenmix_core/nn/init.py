@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 
 def is_loaded(x: Tensor) -> bool:
-    """Return whether transformers has loaded this tensor from a checkpoint."""
+    """Return whether transformers loaded this tensor from a checkpoint."""
     return getattr(x, "_is_hf_initialized", False)
 
 

@@ -1,4 +1,4 @@
-"""Cross-entropy of a linear layer's outputs by blocks of tokens: `[tokens, vocab]` never exists as a whole."""
+"""Cross-entropy of a linear layer's outputs, by blocks of tokens: logits `[tokens, vocab]` never exist as a whole."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from tokenmix_core.nn.dtypes import at_least_float32, has_float32_output
 from tokenmix_core.ops.transforms import refuse_graph
 
 IGNORE = -100
-# tokens per block: at a vocabulary of 50,000, its bfloat16 logits take 200 MB
+# tokens per block: with a vocabulary of 50,000, a block's bfloat16 logits take 200 MB
 BLOCK = 2048
-# row lengths of logits are padded to a multiple of this many words: GEMMs with unaligned rows are slow on a GPU
+# rows of logits are padded to a multiple of this number of words: GEMMs with unaligned rows are slow on a GPU
 _MULTIPLE = 64
 LossImpl = Literal["triton", "torch", "liger"]
 LOSS_IMPLS = (None, *get_args(LossImpl))
@@ -140,7 +140,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return d_hidden, d_weight, None, None, None, None
 
 
-# a custom operator, because torch.compile would unroll the loop over blocks
+# a custom operator: torch.compile would unroll the loop over blocks
 @torch.library.custom_op("tokenmix::linear_cross_entropy", mutates_args=())
 def _blockwise(
     hidden: Tensor,
@@ -177,7 +177,7 @@ def _padded(weight: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _add_matmul(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """Add a b to total in place; one GEMM does both if the device's 16-bit GEMM can accumulate into float32."""
+    """Add the matmul a b to total in place; a single GEMM if the device's 16-bit GEMM can accumulate in float32."""
     if total.dtype == torch.float32 and has_float32_output(a):
         torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
     else:
@@ -185,14 +185,14 @@ def _add_matmul(total: Tensor, a: Tensor, b: Tensor) -> None:
 
 
 def _eager_gradient_(logits: Tensor, words: int, labels: Tensor, ignore_index: int, wanted: bool) -> Tensor:
-    """Return the summed loss of a block of logits; if `wanted`, overwrite the logits by their gradient (padding: 0)."""
+    """Return the summed loss of a block of logits; if `wanted`, replace the logits by their gradient (padding: 0)."""
     counts = (labels != ignore_index).unsqueeze(1)
     target = labels.unsqueeze(1).masked_fill(~counts, 0)
     wide = at_least_float32(logits[:, :words])
     lse = wide.logsumexp(1, keepdim=True)
     loss = ((lse - wide.gather(1, target)) * counts).sum()
     if wanted:
-        # softmax − onehot; this overwrites the logits if they already are float32
+        # softmax − onehot; this overwrites the logits themselves if they are float32
         wide.sub_(lse).exp_().mul_(counts)
         wide.scatter_add_(1, target, -counts.to(wide.dtype))
         logits[:, :words] = wide
@@ -205,7 +205,7 @@ def _fused_gradient_(logits: Tensor, words: int, labels: Tensor, ignore_index: i
     from tokenmix_core.nn.loss_kernel import softmax_gradient_
 
     losses = torch.empty(len(labels), dtype=torch.float32, device=logits.device)
-    # Triton launches on the current device, which may not be the device of the tensors
+    # Triton launches on the current device, which may not be that of the tensors
     with torch.cuda.device_of(logits):
         softmax_gradient_(logits, words, labels.contiguous(), losses, ignore_index, gradient=wanted)
     return losses.sum()
@@ -246,6 +246,6 @@ def _liger(hidden: Tensor, weight: Tensor, labels: Tensor, ignore_index: int) ->
             "linear_cross_entropy: impl='liger' needs the extra 'fast' (liger-kernel), which is not installed; "
             f"install it with {install_command('tokenmix-core[fast]')}, or use impl='torch'"
         ) from error
-    # Any: liger's type annotation also covers what it returns with other options
+    # Any, because liger's annotation also covers results of other options
     summed: Any = liger_fused_linear_cross_entropy(hidden, weight, labels, ignore_index=ignore_index, reduction="sum")
     return summed

@@ -15,7 +15,7 @@ def softmax_gradient_kernel(
 ):  # fmt: skip
     """Store the loss of one token per program; with GRADIENT, overwrite its logits by their gradient.
 
-    W, the number of logits with padding, is a multiple of 64: masks by V instead would prevent vectorised loads."""
+    W, the number of logits with padding, is a multiple of 64: masks by V would prevent vectorised loads."""
     i_t = tl.program_id(0).to(tl.int64)
     p_l = logits + i_t * stride
     label = tl.load(labels + i_t)
@@ -26,9 +26,9 @@ def softmax_gradient_kernel(
             for first in range(0, W, BV):
                 tl.store(p_l + first + o_v, tl.zeros([BV], logits.dtype.element_ty), mask=first + o_v < W)
         return
-    # a label outside the vocabulary makes the loss NaN
+    # a label outside the vocabulary is loaded as NaN, which makes the loss NaN
     target = tl.load(p_l + label, mask=(label >= 0) & (label < V), other=float("nan")).to(tl.float32)
-    # running maximum of the logits, and the sum of their exponentials relative to this maximum
+    # `top`: running maximum of the logits; `total`: the sum of their exponentials relative to it
     top, total = target, 0.0
     for first in range(0, W, BV):
         b_l = tl.load(p_l + first + o_v, mask=first + o_v < W, other=float("-inf")).to(tl.float32)

@@ -1,4 +1,4 @@
-"""Base class of token mixers: it defines how the backbone builds and runs a mixer, the mixer's state and its FLOPs."""
+"""Base class of token mixers: how the backbone builds and runs a mixer, its state and its FLOPs."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ class Mixer(KeepsFloat32):
 
     @classmethod
     def prepare_input(cls, name: str, value: Any, span: Span, cu_seqlens: Tensor | None) -> Any:
-        """Convert an extra input, once per call, to what the layers take; by default, per-token tensors are packed.
+        """Convert an extra input, once per call, to the layers' form; by default, per-token tensors are packed.
 
         Args:
             name: one of `inputs`.
@@ -98,7 +98,7 @@ class Mixer(KeepsFloat32):
 
     @classmethod
     def step_input(cls, name: str, value: Any, lengths: Callable[[], list[int]]) -> Any:
-        """Convert an extra input of a decoding step to what a CUDA graph takes; by default returns it unchanged.
+        """Convert an extra input of a decoding step to a form that a CUDA graph can read; unchanged by default.
 
         Args:
             name: one of `inputs`.
@@ -112,7 +112,7 @@ class Mixer(KeepsFloat32):
 
     @classmethod
     def request_input(cls, name: str, value: Any, prompt: int) -> Any:
-        """Convert an extra input of a served request to what `batch_input` takes; by default a request can give none.
+        """Convert an extra input of a served request to the form of `batch_input`; by default a request can give none.
 
         Args:
             name: one of `inputs`.
@@ -188,14 +188,14 @@ class Mixer(KeepsFloat32):
         return None
 
     def state_bounds(self, seq_len: int, batch_size: int = 1, dtype: torch.dtype = torch.bfloat16) -> Bounds:
-        """Return the least and most bytes of the layer's state for `batch_size` sequences of `seq_len` tokens.
+        """Return the minimum and maximum bytes of the layer's state for `batch_size` sequences of `seq_len` tokens.
 
         `dtype` is the activations' dtype. The bounds differ if the state's size depends on data.
         """
         return Bounds.sum(part.bounds(seq_len, batch_size, dtype) for part in self.make_state().parts.values())
 
     def state_bytes(self, seq_len: int, batch_size: int = 1, dtype: torch.dtype = torch.bfloat16) -> int:
-        """Return the most bytes of the layer's state; see `state_bounds`."""
+        """Return the maximum bytes of the layer's state; see `state_bounds`."""
         return self.state_bounds(seq_len, batch_size, dtype).most
 
     def mixing_flops(self, seq_len: int) -> float:

@@ -12,7 +12,7 @@ from tokenmix_core.ops import swiglu, swiglu_linear
 
 
 def swiglu_width(hidden_size: int, ratio: float = 4.0, multiple: int = 256) -> int:
-    """Return a multiple of `multiple`: the width of a SwiGLU with the parameters of an MLP of `ratio` · D units."""
+    """Return the width (a multiple of `multiple`) of a SwiGLU with the parameters of an MLP of `ratio` · D units."""
     return cdiv(int(hidden_size * ratio * 2 / 3), multiple) * multiple
 
 
@@ -35,7 +35,7 @@ class SwiGLU(nn.Module):
             y = output_linear(swiglu(gate, up), self.down_proj)
             return y if residual is None else residual + y
         weight = self.down_proj.weight
-        # cast the weight as autocast would when it calls the layer
+        # cast the weight, as autocast does when the layer is called
         weight = weight.to(gate.dtype) if autocast else weight
         if residual is None or residual.dtype == gate.dtype:
             return swiglu_linear(gate, up, weight, residual)

@@ -1,4 +1,4 @@
-"""The rule that decides whether a fused path may read a module's parameters instead of calling the module."""
+"""Decide whether a fused path may read a module's parameters instead of calling the module."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from tokenmix_core.kernels.launch import compat
 
-# tensors of other classes (quantised, sharded) have operations of their own, which kernels would bypass
+# other tensor classes (quantised, sharded) define operations of their own, which kernels would bypass
 _PLAIN_TENSORS = Tensor, nn.Parameter
 
 
@@ -107,7 +107,7 @@ def refuse_meta(x: Tensor, *modules: nn.Module) -> None:
 
 
 def warn_slower(what: str, modules: Iterable[str]) -> None:
-    """Warn once that `what` does not take its fused path, because one of the named modules is not plain."""
+    """Warn once that the layer or function `what` does not take its fused path, because a named module is not plain."""
     if not torch.compiler.is_compiling():
         _warn(
             f"{what}: {' or '.join(modules)} has a hook, an adapter or tensors of another class, so that it is called"

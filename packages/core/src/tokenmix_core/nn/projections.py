@@ -20,10 +20,10 @@ from tokenmix_core.ops.fused import MAX_WEIGHTS
 from tokenmix_core.ops.fused.gemv import MAX_BYTES, MAX_ROWS, has_slow_rows
 from tokenmix_core.ops.transforms import refuse_graph
 
-# in training, layers with fewer than _THIN outputs share one GEMM, padded to a multiple of _MULTIPLE outputs: a GEMM
-# with e.g. six outputs has unaligned rows and takes several times as long as reading x
+# in training, layers with fewer than _THIN outputs share one GEMM, padded to a multiple of _MULTIPLE outputs: alone, a
+# GEMM with e.g. six outputs has unaligned rows and takes several times as long as reading x
 _THIN, _MULTIPLE = 64, 16
-# GEMMs are shared only by tensors of these classes, because other subclasses may define their own matmul
+# only tensors of these classes share GEMMs: other subclasses may define their own matmul
 _ORDINARY = Tensor, nn.Parameter
 
 
@@ -64,7 +64,7 @@ def split_linear(x: Float[Tensor, "*tokens D"], layer: nn.Module, sizes: Sequenc
 
 def _can_share(x: Tensor, layers: Sequence[nn.Module]) -> bool:
     """True if multiplying x by the layers' weights is equivalent to calling the layers."""
-    # under torch.compile no branch may depend on the number of tokens: each outcome would be traced as a graph of its
+    # under torch.compile no branch may depend on the number of tokens: each outcome would become a graph of its
     # own
     usable = type(x) in _ORDINARY and (torch.compiler.is_compiling() or (capture.is_plain(x) and x.numel() > 0))
     return usable and all(is_plain_linear(layer) for layer in layers)
@@ -93,7 +93,7 @@ def _outputs(x: Tensor, layers: Sequence[nn.Module]) -> tuple[Tensor, ...]:
 
 def _by_kernel(x: Tensor, weights: Sequence[Tensor]) -> bool:
     """True if `fused_linears` is the fastest implementation for x: few tokens, and no gradients."""
-    # autocast excludes the kernel, because layers then cast their inputs
+    # not under autocast: layers then cast their inputs, which the kernel does not
     if torch.compiler.is_compiling() or torch.is_grad_enabled() or torch.is_autocast_enabled(x.device.type):
         return False
     rows, count = x.numel() // x.shape[-1], len(weights)
@@ -143,16 +143,16 @@ class _Linears(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.of_x, ctx.of_weights = (x.shape, x.dtype), [weight.dtype for weight in weights]
         ctx.device_type = x.device.type
-        # no output of a wide layer is a view of another tensor, so that callers may overwrite it
+        # no output of a wide layer is a view of another tensor, so callers may overwrite the output
         return tuple(F.linear(factor, w) for w in factors)
 
     @staticmethod
     def backward(ctx, *dys):
         refuse_graph("linear layers that share an input")
         if torch.compiler.is_compiling():
-            # under torch.compile no nested autocast context: its end would also end the model's own one
+            # no nested autocast context under torch.compile: its end would also end the model's own context
             return _Linears._gradients(ctx, dys)
-        # compute in the forward's dtypes even if the caller runs `backward` under autocast
+        # compute in the forward's dtypes, even if the caller runs `backward` under autocast
         with torch.autocast(ctx.device_type, enabled=False):
             return _Linears._gradients(ctx, dys)
 

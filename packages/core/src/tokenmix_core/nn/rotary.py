@@ -15,7 +15,7 @@ from tokenmix_core.nn.norm import RMSNorm
 from tokenmix_core.nn.plain import is_plain
 from tokenmix_core.ops import rotate, rotate_step
 
-# required and optional parameters of each rope_type; rope_type and rope_theta are left out
+# required and optional parameters of each rope_type, besides rope_type and rope_theta
 _REQUIRED: dict[str, tuple[str, ...]] = {
     "default": (),
     "linear": ("factor",),
@@ -34,12 +34,12 @@ ROPE_TYPES = tuple(_REQUIRED)
 
 def check_rope(rope_parameters: dict[str, Any]) -> None:
     """Raise a ValueError for invalid rotary parameters, with the invalid value and the valid ones in its message."""
-    # older configurations call it "type"
+    # older configurations use the key "type"
     kind = rope_parameters.get("rope_type", rope_parameters.get("type", "default"))
     if kind not in ROPE_TYPES:
         raise ValueError(f"rope_parameters: rope_type must be one of {', '.join(ROPE_TYPES)}, got {kind!r}")
     names = ("rope_theta", *_REQUIRED[kind], *_OPTIONAL[kind])
-    # transformers writes this field if only some channels of each head are rotated
+    # transformers writes this field if it rotates only some channels of each head
     if rope_parameters.get("partial_rotary_factor", 1.0) != 1.0:
         raise ValueError(
             f"rope_parameters: whole heads are rotated, got partial_rotary_factor="
@@ -102,7 +102,7 @@ def rope_frequencies(
     config.rope_parameters = {"rope_theta": theta, **rope_parameters}
     config.head_dim, config.hidden_size, config.num_attention_heads = dim, dim, 1
     config.max_position_embeddings = max_position_embeddings
-    # use the CPU even if the model is being built on the meta device, where there would be no values
+    # on the CPU, even if the model is built on the meta device, where tensors have no values
     with torch.device("cpu"):
         frequencies, factor = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))
     return frequencies.float(), float(factor)
@@ -135,7 +135,7 @@ class RotaryEmbedding(KeepsFloat32):
 
     @torch.no_grad()
     def forward(self, position_ids: Int[Tensor, "B T"]) -> Rotation:
-        # no autocast: in bfloat16 an angle would have errors of whole revolutions
+        # no autocast: in bfloat16 angles would be wrong by whole revolutions
         with torch.autocast(position_ids.device.type, enabled=False):
             angles = position_ids.unsqueeze(-1).float() * self.inv_freq.float()
             return Rotation(angles.cos() * self.factor, angles.sin() * self.factor)
@@ -154,7 +154,7 @@ def apply_rotary(
 
 
 def normed_for_step(q: Tensor, k: Tensor, q_norm: RMSNorm, k_norm: RMSNorm) -> tuple[Tensor, Tensor, dict[str, Any]]:
-    """Return q, k and the norm arguments for `rotate_step`; no arguments if the norms had to be called here."""
+    """Return q, k and the arguments of `rotate_step` for their norms; none if this function had to call the norms."""
     if not is_plain(RMSNorm, q_norm, k_norm):
         return q_norm(q), k_norm(k), {}
     return q, k, {"q_weight": q_norm.weight, "k_weight": k_norm.weight, "eps": q_norm.eps}
@@ -164,7 +164,7 @@ def apply_rotary_to_both(
     q: Float[Tensor, "B T HQ K"], k: Float[Tensor, "B T H K"], rotation: Rotation
 ) -> tuple[Tensor, Tensor]:
     """Apply `apply_rotary` to q and k; without gradients, one token of each sequence takes a single kernel."""
-    # under torch.compile no branch may depend on the number of tokens: each outcome would be traced as a graph of its
+    # under torch.compile no branch may depend on the number of tokens: each outcome would become a graph of its
     # own
     if torch.compiler.is_compiling() or torch.is_grad_enabled() or q.shape[1] != 1 or q.dtype != k.dtype:
         return apply_rotary(q, rotation), apply_rotary(k, rotation)

@@ -15,7 +15,7 @@ from tokenmix_core.serving.sampling import Sampling, draw
 
 
 class _Discard:
-    """A queue that discards its elements."""
+    """A queue that discards all elements put into it."""
 
     def put(self, output: object) -> None:
         """Discard the output."""
@@ -51,7 +51,7 @@ class Engine:
         self.max_tokens: int = min(self.manager.max_tokens, max_tokens or self.manager.max_tokens)
         self.manager.keep_prefixes(prefix_bytes)
         self.manager.model.on_prefix = self._count_prefix
-        # nothing reads the outputs of cancelled requests
+        # discard the outputs of cancelled requests, which nothing reads
         self.manager.output_router.output_queue = _Discard()
         self.counts = dict.fromkeys(("requests", "failed", "cancelled", "prompt_tokens", "generated_tokens"), 0)
         self._sampling: dict[str, Sampling] = {}
@@ -144,7 +144,7 @@ class Engine:
 
         def deliver(output: Any) -> None:
             if name not in self._sampling:
-                # the request has been cancelled in the meantime
+                # the request was cancelled in the meantime
                 return
             if output.is_finished():
                 self.counts["generated_tokens"] += len(output.generated_tokens)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 # maximum number of tokens whose log-probabilities a request may ask for
 MOST_LOGPROBS = 20
-# below this temperature the most likely token is taken, because logits / temperature would overflow float32
+# minimum temperature: below it the most likely token is taken, because logits / temperature would overflow float32
 _LEAST_TEMPERATURE = 1e-5
 
 
@@ -44,7 +44,7 @@ class Sampling:
         if self.logprobs is not None and not 0 <= self.logprobs <= MOST_LOGPROBS:
             raise ValueError(f"logprobs must be in [0, {MOST_LOGPROBS}], got {self.logprobs}")
         self.rng = random.Random(self.seed)
-        # number of prompt tokens that a snapshot of an earlier prompt has saved
+        # number of prompt tokens that were not computed, because a snapshot of an earlier prompt had their states
         self.cached_tokens = 0
         # for each sampled token, its log-probability and those of the most likely tokens
         self.chosen: list[tuple[float, list[tuple[int, float]]]] = []
@@ -78,12 +78,12 @@ def _sample(logits: Float[Tensor, "n vocab"], requests: Sequence[Sampling]) -> I
     probs = ordered.softmax(-1)
     rank = torch.arange(vocab, device=logits.device)
     kept = rank < column([min(x.top_k or vocab, vocab) for x in requests])
-    # probs.cumsum − probs is the total probability of all tokens that are more likely than this one
+    # probs.cumsum − probs: total probability of the tokens that are more likely than this one
     kept &= probs.cumsum(-1) - probs < column([x.top_p for x in requests])
-    # always keep one token, because a top_p that rounds to 0 in float32 would keep none
+    # keep at least one token: a top_p that rounds to 0 in float32 would keep none
     kept[:, 0] = True
     cumulative = (probs * kept).cumsum(-1)
     drawn = column([x.rng.random() for x in requests]) * cumulative[:, -1:]
-    # rounding can put the random number above the sum, so clamp the index to the last kept token
+    # clamp the index to the last kept token: by rounding, the random number may exceed the sum
     at = torch.searchsorted(cumulative, drawn, right=True).minimum(kept.sum(-1, keepdim=True) - 1)
     return index.gather(1, at).squeeze(1)

@@ -105,7 +105,7 @@ def build_app(engine: Engine, tokenizer: Any, name: str, max_waiting: int = 1 <<
         try:
             prompt = tokenizer.apply_chat_template(body.messages, add_generation_prompt=True, return_dict=False)
         except Exception as error:
-            # a chat template is a program by the model's author, which may raise errors of any type
+            # a chat template is a program by the model's author, and may raise errors of any type
             raise HTTPException(400, f"messages do not fit the chat template: {error}") from error
         limit = body.max_completion_tokens or body.max_tokens
         return await answers.respond(
@@ -146,7 +146,7 @@ class _LimitedBody:
         self.app = app
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        """Answer with an error, or call the application with the request."""
+        """Answer with an error if the body is too large or of unknown length, else call the application."""
         refusal = None
         if scope["type"] == "http" and scope["method"] == "POST":
             length = dict(scope["headers"]).get(b"content-length", b"")
@@ -248,9 +248,9 @@ class _Answers:
     async def _steps(
         self, http: HTTPRequest, queue: asyncio.Queue, choices: list[Choice]
     ) -> AsyncGenerator[tuple[Choice, str, int], None]:
-        """Yield each answer with new text, this text, and the number of its earlier tokens.
+        """Yield an answer with new text, the new text, and the number of the answer's earlier tokens.
 
-        Cancel if the client disconnects.
+        Cancel the requests if the client disconnects.
         """
         left, checked = len(choices), time.monotonic()
         try:
@@ -304,7 +304,7 @@ class _Answers:
         except HTTPException as error:
             yield _event(_body(error.status_code, str(error.detail)))
         finally:
-            # needed here, because a client may disconnect before the first step
+            # cancel here too, because a client may disconnect before the first step
             self._cancel(choices)
         yield "data: [DONE]\n\n"
 
@@ -355,7 +355,7 @@ def _token(text: str, value: float) -> dict[str, Any]:
 def _usage(prompt: int, choices: list[Choice]) -> dict[str, Any]:
     generated = sum(len(x.tokens) for x in choices)
     usage = {"prompt_tokens": prompt, "completion_tokens": generated, "total_tokens": prompt + generated}
-    # count the tokens of a prompt once, even if it has several answers
+    # count each prompt's tokens once, even if the prompt has several answers
     cached = sum({x.prompt: x.sampling.cached_tokens for x in reversed(choices)}.values())
     return {**usage, "prompt_tokens_details": {"cached_tokens": cached}}
 

@@ -1,4 +1,4 @@
-"""Conversion of a request's tokens to text as they arrive: whole characters only, and no text after a stop string."""
+"""Convert a request's tokens to text as they arrive: only whole characters, and no text after a stop string."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ class Detokenizer:
 
     def __init__(self, tokenizer: Any, stop: Sequence[str] = ()):
         self.tokenizer, self.stop, self.stopped = tokenizer, stop, False
-        # tokens before `read` are decoded; those from `context` on are decoded again, because new tokens depend on this
-        # context
+        # tokens before `read` have been returned as text; those from `context` on are decoded again with new tokens,
+        # whose text depends on them
         self._context = self._read = 0
         self._held = ""
 
@@ -33,7 +33,7 @@ class Detokenizer:
         if self.stopped:
             return ""
         before, after = (self._decode(tokens[self._context : end]) for end in (self._read, len(tokens)))
-        # a replacement character at the end stands for a character of which bytes are still missing
+        # a replacement character at the end means that bytes of a character are still missing
         if ended or (len(after) > len(before) and not after.endswith("\ufffd")):
             self._held += after[len(before) :]
             self._context, self._read = self._read, len(tokens)

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from tokenmix_core.training.recipe import DataRecipe, OptimizerRecipe, Recipe, RunRecipe, Tokens
 
 GDN, ATTENTION, MAMBA2 = "gated_delta_net", "attention", "mamba2"
-# size of the vocabulary: 256 bytes and three special tokens, rounded up to a multiple of 8 for matmuls
+# size of the vocabulary: 256 bytes and three special tokens, rounded up to a multiple of 8 for GEMMs
 BYTE_VOCAB = 264
 GPT2, LLAMA2 = "gpt2", "fla-hub/transformer-1.3B-100B"
 GPT2_VOCAB, LLAMA2_VOCAB = 50257, 32000
@@ -56,7 +56,7 @@ def tiny_setting() -> Recipe:
             },
             "max_position_embeddings": 256,
         },
-        # in this source most files are longer than a row, so that few rows have boundaries inside
+        # joined documents: most files of this source are longer than a row, so few rows have boundaries inside
         data=DataRecipe(sources=["stdlib"], tokenizer="bytes", seq_len=256, documents="joined"),
         optimizer=OptimizerRecipe(
             total_tokens=Tokens(2**11 * 400),
@@ -123,7 +123,7 @@ _RECALL_SIZES = {
     "100m": _RecallSize(
         1024, 1024, 768, 12, 2048, 6, {"num_heads": 3, "head_dim": 128, "expand_v": 2.0}, 0.005, 3000, 2**13, 5e-4
     ),
-    # 12 wider layers, instead of the 24 of language models of 340M, because deeper models learn recall later
+    # 12 wide layers instead of the 24 of language models of 340M: deeper models learn recall later
     "340m": _RecallSize(
         2048, 2048, 1536, 12, 4096, 12, {"num_heads": 6, "head_dim": 128, "expand_v": 2.0}, 0.004, 3000, 2**13, 5e-4
     ),
@@ -243,7 +243,7 @@ class _Size(NamedTuple):
     learning_rate: float
 
 
-# every layer has about 13 · width² weights, whatever its mixer is; learning rates are five times those of GPT-3
+# every layer has about 13 · width² weights, whatever its mixer; learning rates are five times those of GPT-3
 SIZES = {
     "130m": _Size(768, 12, 12, 4, {ATTENTION: 2304, MAMBA2: 1664, GDN: 1920}, 3e-3),
     "380m": _Size(1024, 24, 16, 6, {ATTENTION: 3072, MAMBA2: 2304, GDN: 2368}, 1.5e-3),

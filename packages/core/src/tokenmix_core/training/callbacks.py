@@ -40,11 +40,11 @@ class Progress(TrainerCallback):
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any) -> None:
         if self._progress is not None and logs and "loss" in logs:
-            # leave out `epoch`: the Trainer counts the whole run as one epoch
+            # show no `epoch`: the Trainer counts the whole run as one epoch
             shown = [
                 f"{name} {_rounded(value)}"
                 for name, value in logs.items()
-                # metrics of single heads (two or more slashes in the name) go to the metrics file only
+                # show no metrics of single heads (two or more slashes in the name), which only the metrics file has
                 if name != "epoch" and name.count("/") < 2
             ]
             self._progress.write(f"step {state.global_step}: {', '.join(shown)}")
@@ -75,7 +75,8 @@ class MetricsFile(TrainerCallback):
             return
         known = [{"step": line.pop("step"), **line} for line in map(dict, state.log_history) if "step" in line]
         written = [line for line in _readable_lines(self.path) if line.get("step", 0) <= state.global_step]
-        # prefer the file's line if it has more values: older callbacks added some after the Trainer had stored the line
+        # prefer the file's line if it has more values: older callbacks added values after the Trainer had stored the
+        # line
         lost = [line for line in known if not any(line.items() <= other.items() for other in written)]
         lines = sorted([*written, *lost], key=lambda line: (line.get("step", 0), "train_runtime" in line))
         if lines or self.path.exists():
@@ -141,7 +142,7 @@ class StopOnSignal(TrainerCallback):
             for number in (signal.SIGINT, signal.SIGTERM):
                 self._previous[number] = signal.signal(number, self._receive)
         except ValueError:
-            # Python allows signal handlers only in the main thread
+            # outside the main thread do nothing: Python allows signal handlers only there
             self._previous.clear()
         if args.world_size > 1 and dist.get_backend() != "gloo":
             self._group = dist.new_group(backend="gloo")

@@ -1,6 +1,6 @@
 """Atomic checkpoints: written to a temporary folder, which is then renamed.
 
-Resuming checks a manifest of their files.
+A checkpoint has a manifest of its files, which resuming checks.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def check_checkpoint(folder: Path, identity: Mapping[str, Any]) -> None:
             f"{folder} cannot be resumed from: it has no readable {MANIFEST} ({type(error).__name__}), so it was not "
             "written by this trainer or is damaged"
         ) from error
-    # older versions stored `fsdp` here, although it may change when a run resumes
+    # ignore `fsdp`, which older versions stored here: it may change when a run resumes
     saved.pop("fsdp", None)
     wanted = json.loads(json.dumps(identity))
     if isinstance(saved.get("data"), dict) and isinstance(wanted.get("data"), dict):
@@ -95,7 +95,7 @@ def check_checkpoint(folder: Path, identity: Mapping[str, Any]) -> None:
 
 
 def _widened(saved: Any, wanted: Any) -> Any:
-    """Return `saved`, a corpus's fingerprint, or `wanted` if `saved` has the old form, which covers only the tokens."""
+    """Return `saved`, a corpus's fingerprint; or `wanted`, if `saved` has the old form that covers only the tokens."""
     old_form = isinstance(saved, str) and isinstance(wanted, str) and wanted.startswith(f"{saved} documents ")
     return wanted if old_form else saved
 

@@ -1,4 +1,4 @@
-"""Training with rows split over ranks: consecutive ranks form a group whose ranks load the same rows."""
+"""Train with rows split over ranks: consecutive ranks form a group, and all ranks of a group load the same rows."""
 
 from __future__ import annotations
 
@@ -42,13 +42,15 @@ class RowSplit:
         self.layout: Layout = balanced_layout(model)
 
     def give_rows_to_groups(self, loader: DataLoader) -> None:
-        """Change a loader that accelerate has divided among all ranks: all ranks of a group then load the same rows."""
+        """Let all ranks of a group load the same rows from a loader that accelerate has divided among all ranks."""
         sampler: Any = loader.batch_sampler
         sampler.num_processes //= self.size
         sampler.process_index //= self.size
 
     def of(self, inputs: dict[str, Any]) -> tuple[dict[str, Any], AbstractContextManager[Any]]:
-        """Return the inputs without `cu_seqlens`, and a context in which layers know the split and the boundaries."""
+        """Return the inputs without `cu_seqlens`, and a context manager that tells layers the split and the
+        boundaries.
+        """
         boundaries = inputs.get("cu_seqlens")
         shard = SequenceShard(inputs["input_ids"].shape[1], boundaries, layout=self.layout, group=self.group)
         return {name: x for name, x in inputs.items() if name != "cu_seqlens"}, sequence_shard(shard)

@@ -21,9 +21,9 @@ from torch import Tensor, nn
 from tokenmix_core.kernels.launch import cuda_graphs
 from tokenmix_core.nn.plain import modules_of, settings_of, third_party_modules
 
-# whether to capture passes: if that saves time ("auto"), always (then a failure is an error), or never
+# whether to capture passes as CUDA graphs: "auto" if that saves time, "always" (a failure is an error), or "never"
 TrainingGraph = Literal["auto", "always", "never"]
-# maximum number of graphs, and of signatures without a graph that are remembered
+# maximum number of graphs, and of remembered signatures that have no graph
 MOST, SEEN = 8, 64
 
 
@@ -34,7 +34,8 @@ class Losses(NamedTuple):
     auxiliary: dict[str, Tensor]
 
 
-# forward and backward pass: takes the model's inputs and the batch's number of scored tokens, accumulates gradients
+# forward and backward pass: a function of the model's inputs and the batch's number of scored tokens; it accumulates
+# gradients
 Passes = Callable[[dict[str, Any], Any], Losses]
 
 
@@ -71,7 +72,7 @@ class GraphedStep:
         capture = cuda_graphs.capture_on(device)
         if capture is None:
             raise ValueError(f"there are no graphs on {device.type}")
-        # compare with a tensor's device, which has an index, unlike the device "cuda"
+        # the device of a tensor has an index, which the device "cuda" lacks
         self.device, self.capture = torch.empty(0, device=device).device, capture
         self.training_graph = training_graph
         self.model, self.parameters, self.modules = model, list(model.parameters()), list(model.modules())
@@ -79,7 +80,7 @@ class GraphedStep:
         if self._hooked():
             raise ValueError("the model has hooks, which would not be called")
         self.graphs: dict[Hashable, _Graph | None] = {}
-        # the gradients to which all replays write, in the order of `parameters`
+        # gradients to which all replays write, in the order of `parameters`
         self.gradients: list[Tensor | None] | None = None
         self._plain = [(vars(m), [name for name, x in vars(m).items() if isinstance(x, _PLAIN)]) for m in self.modules]
         self._settings: Hashable = ()
@@ -129,7 +130,7 @@ class GraphedStep:
         return [gradient if parameter.requires_grad else None for parameter, gradient in pairs]
 
     def _are_ours(self, gradients: list[Tensor | None]) -> bool:
-        """Return True if `gradients` are the very tensors to which replays write."""
+        """Return True if `gradients` are the same tensor objects as those to which replays write."""
         return self.gradients is not None and all(
             a is b for a, b in zip(gradients, self._trainable_gradients(), strict=True)
         )
@@ -143,9 +144,9 @@ class GraphedStep:
         return any(not getattr(hook, "on_device", False) for module in self.modules for hook in _hooks(module))
 
     def _look(self) -> Hashable:
-        """Return those settings of the modules on which passes depend.
+        """Return the settings of the modules on which passes depend.
 
-        If they forbid a capture, warn and return None.
+        If the settings forbid a capture, warn and return None.
         """
         if self._hooked():
             self._warn("the model has hooks now: its passes run kernel by kernel")
@@ -170,7 +171,7 @@ class GraphedStep:
     def _has_capacity(self) -> bool:
         if self._failed or sum(graph is not None for graph in self.graphs.values()) >= MOST:
             return False
-        # a graph needs no more memory than the eager passes
+        # a graph takes as much memory as the eager passes: it fits if these used at most half
         if self.training_graph == "always" or cuda_graphs.at_most_half_used(self.device):
             return True
         self._warn("passes run kernel by kernel: a CUDA graph of them might need more memory than there is")
@@ -186,7 +187,7 @@ class GraphedStep:
             if self.training_graph == "always":
                 way = "train with training_graph='never', from the last checkpoint if there is one"
                 raise RuntimeError(f"{error}; {way}") from error
-            # a failed capture has run nothing on the device, so that only `.grad` must be restored
+            # a failed capture ran nothing on the device, so only `.grad` must be restored
             for parameter, gradient in zip(self.parameters, gradients, strict=True):
                 parameter.grad = gradient
             self._give_up(str(error))
@@ -237,9 +238,9 @@ class GraphedStep:
         return _Graph(static, replay, found[0])
 
 
-# key under which the number of scored tokens is stored among the model's inputs
+# the key of the number of scored tokens among the model's inputs
 _ITEMS = "number of scored tokens"
-# types of module attributes that are part of a signature
+# types of those module attributes that are part of a signature
 _PLAIN = int | float | str | tuple | None
 
 

@@ -27,7 +27,7 @@ IGNORE_INDEX = synthetic.IGNORE_INDEX
 _BLOCK = 1000
 
 
-# a function that maps a row's index to further inputs of the model by name, with one value per token
+# a function of a row's index that returns further inputs of the model by name, with one value per token
 RowInputs = Callable[[int], dict[str, Tensor]]
 
 
@@ -117,7 +117,7 @@ class GrowingRows(Dataset):
         self.packed, self.ramp_rows = packed, ramp_rows
         self.sizes = [largest >> i for i in range(largest.bit_length()) if largest >> i >= 2] or [largest]
         self.sizes.sort()
-        # raise errors about sizes now, before training begins
+        # raise errors about sizes now, not during training
         self.examples(1, seq_len, largest, 0)
 
     def examples(self, count: int, seq_len: int, size: int, first: int) -> synthetic.RecallExamples:
@@ -141,7 +141,7 @@ class GrowingRows(Dataset):
             length = shortest << int(rng.integers((longest // shortest).bit_length()))
         count, rest = divmod(self.seq_len, length)
         first = index * self.seq_len
-        # the last example is longer by the tokens that would be left over in the row
+        # make the last example longer, to use the tokens that would be left over in the row
         parts = (
             self.examples(count - 1, length, size, first),
             self.examples(1, length + rest, size, first + count - 1),
@@ -350,7 +350,7 @@ def _inputs(row: Row) -> dict[str, Tensor]:
 
 
 def collate_joined(rows: Sequence[Row]) -> dict[str, Tensor]:
-    """Return a batch `[B, T]` in which the documents of a row see each other.
+    """Return a batch `[B, T]` in which documents of one row see each other.
 
     A row's first token is never predicted.
     """

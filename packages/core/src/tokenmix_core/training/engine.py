@@ -30,7 +30,7 @@ from tokenmix_core.training.recipe import OptimizerRecipe
 from tokenmix_core.training.sharded_trainer import ShardedTrainer, reading
 from tokenmix_core.training.weight_decay import decay_parameter_names
 
-# dense bfloat16 FLOP/s by a part of the GPU's name; the first entry whose part occurs in the name is used
+# dense bfloat16 FLOP/s by a part of the GPU's name; the first entry that occurs in the name counts
 PEAK_FLOPS = (
     ("B200", 2250e12),
     ("GH200", 989e12),
@@ -81,7 +81,7 @@ class RecipeTrainer(ShardedTrainer):
         self.schedule, self.identity, self.training_graph = schedule, identity, training_graph
         self._graphed_step: GraphedStep | None = None
         self.output_dir = Path(str(self.args.output_dir))
-        # our models themselves divide the summed loss by num_items_in_batch
+        # True: our models divide the summed loss by num_items_in_batch themselves
         self.model_accepts_loss_kwargs = True
         self._redirected: Path | None = None
         # auxiliary losses of the last micro-batch; their sums since the last line of the log; number of steps before
@@ -103,7 +103,7 @@ class RecipeTrainer(ShardedTrainer):
     def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None) -> Any:
         """Return the recipe's learning-rate schedule, which the first call creates."""
         if self.lr_scheduler is None:
-            # a plain function, because LambdaLR would save a callable object in checkpoints
+            # a plain function: LambdaLR would save a callable object in checkpoints
             factor = self.schedule.learning_rate_factor
             chosen: Any = optimizer or self.optimizer
             self.lr_scheduler = LambdaLR(chosen, lambda step: factor(step))
@@ -113,7 +113,7 @@ class RecipeTrainer(ShardedTrainer):
     def get_train_dataloader(self) -> DataLoader:
         """Return a loader that yields rows in order and whose worker processes ignore Ctrl-C and SIGTERM."""
         loader = super().get_train_dataloader()
-        # accelerate wraps the loader that starts the worker processes; get the inner one
+        # get the inner loader, which starts the worker processes; accelerate has wrapped it
         inner = getattr(loader, "base_dataloader", loader)
         if self._split is not None:
             self._split.give_rows_to_groups(inner)
@@ -133,13 +133,13 @@ class RecipeTrainer(ShardedTrainer):
 
         step = super().training_step
         if self.training_graph != "never" and self._graphed_step is None:
-            # made only now, because callbacks may change the model until the first step
+            # make it only now: callbacks may change the model until the first step
             self._graphed_step = self._make_graphed_step(model)
         self._stepped = True
         if self._graphed_step is None:
             losses = passes(inputs, num_items_in_batch)
         else:
-            # a callback may have switched to evaluation mode, which would change the signature
+            # a callback may have switched to evaluation mode, in which the passes have another signature
             model.train()
             losses = self._graphed_step(passes, self._prepare_inputs(inputs), num_items_in_batch)
         if not self._auxiliary:
@@ -157,11 +157,11 @@ class RecipeTrainer(ShardedTrainer):
             set_seed(int(rng.stream("dropout", *key).integers(2**32)))
 
     def release_graphs(self) -> None:
-        """Drop the CUDA graphs and free their memory."""
+        """Drop the CUDA graphs and so free their memory."""
         self._graphed_step = None
 
     def _make_graphed_step(self, model: nn.Module) -> GraphedStep | None:
-        """Return a `GraphedStep`, or None if graphs have no advantage ("auto") or are impossible ("always" warns)."""
+        """Return a `GraphedStep`; None if graphs have no advantage ("auto") or are impossible ("always" then warns)."""
         auto = self.training_graph == "auto"
         try:
             if self.args.world_size > 1:
@@ -236,7 +236,7 @@ class RecipeTrainer(ShardedTrainer):
         now, step = time.perf_counter(), self.state.global_step
         steps = step - (self._logged[1] if self._logged else 0)
         for name, total in sorted(self._auxiliary.items()):
-            # each process has its part of a sum over the whole batch
+            # each process has its own part of a sum over the whole batch
             logs[name] = self._gathered(total).sum().item() / max(1, step - self._steps_before)
         self._auxiliary.clear()
         if self._logged is not None and steps:
@@ -318,7 +318,8 @@ class RecipeTrainer(ShardedTrainer):
 
 
 def _leave_signals_to_trainer(then: Callable[[int], None] | None, worker: int) -> None:
-    # Ctrl-C and SIGTERM reach the whole process group: if a worker ended, the run would fail before its checkpoint
+    # ignore Ctrl-C and SIGTERM, which reach the whole process group: if a worker ended, the run would fail before its
+    # checkpoint
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     if then is not None:

@@ -1,4 +1,4 @@
-"""Recipes that continue from a checkpoint's weights instead of random ones."""
+"""Recipes that train a checkpoint's weights further, instead of random weights."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def finetune_recipe(recipe: Recipe, checkpoint: str, prepare: Callable[[Any], An
 
 
 def _loaded(checkpoint: str, prepare: Callable[[Any], Any] | None, recipe: Recipe) -> Any:
-    # weights are float32; the recipe's precision applies only to computations
+    # float32 weights: the recipe's precision applies only to computations
     settings: dict[str, Any] = {"config": recipe.model_config(), "dtype": "float32", "local_files_only": True}
     model = from_pretrained(AutoModelForCausalLM, checkpoint, **settings)
     return model if prepare is None else prepare(model)
@@ -48,6 +48,6 @@ def train_only(model: Any, modules: Iterable[nn.Module]) -> Any:
     for module in modules:
         module.requires_grad_(True)
     if hasattr(model, "enable_input_require_grads"):
-        # gradient checkpointing computes no gradients in a block whose input does not require them
+        # make the embeddings require gradients: gradient checkpointing computes none in a block whose input does not
         model.enable_input_require_grads()
     return model

@@ -50,8 +50,8 @@ def _labels(labels: list[str], layers: int) -> list[str]:
         return (labels * (layers // len(labels) + 1))[:layers]
     parts = [labels[i : i + layers] for i in range(len(labels) - layers + 1)]
     if layers < len(set(labels)):
-        # of several best sections take the last: at the end of their pattern, hybrids have the mixer that the recipe is
-        # about
+        # of several best sections take the last: hybrids have the mixer that the recipe is about at the end of their
+        # pattern
         parts.reverse()
     return max(parts, key=lambda part: len(set(part)))
 

@@ -35,7 +35,7 @@ def check_folder(output_dir: Path, *, resume: bool) -> None:
 
 def _only_begun(output_dir: Path, found: list[Path]) -> bool:
     """True if `found`, a folder's content, comes only from a run that ended before its first checkpoint."""
-    # TensorBoard writes to the folder "runs"
+    # the folder "runs" is TensorBoard's
     known = {RUN_MANIFEST, METRICS, checkpoint.PARTIAL, "runs"}
     if any(path.name not in known and not is_temporary(path) for path in found):
         return False
@@ -49,7 +49,7 @@ def _only_begun(output_dir: Path, found: list[Path]) -> bool:
 def run_lock(output_dir: str | Path, *, resume: bool = False) -> AbstractContextManager[Any]:
     """Return the lock of a run's folder, which one process at a time can hold; hold it while writing to the folder.
 
-    If `resume`, the folder may have a run, which continues.
+    If `resume`, the folder may contain a run, which is continued.
 
     Raises:
         ValueError: the reasons given at `check_folder`; or, on entering, that another process holds the lock.

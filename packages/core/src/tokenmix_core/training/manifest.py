@@ -32,7 +32,7 @@ def run_manifest(recipe: Recipe, trainer: RecipeTrainer) -> dict[str, Any]:
     args, model = trainer.args, trainer.model
     rows: Any = trainer.train_dataset
     assert model is not None
-    # the versions of core and of the package that defines the model
+    # versions of core and of the package that defines the model
     packages = [sys.modules[name] for name in ("tokenmix_core", type(model).__module__.partition(".")[0])]
     return {
         "recipe": recipe.name,
@@ -122,7 +122,7 @@ def resumed(
     except ValueError as error:
         raise ValueError(f"{path} holds what the recipe {name!r} cannot take: {error}") from error
     made = overridden(begun, flags, config)
-    # token files may have been moved since; checkpoints are compared by the files' contents instead
+    # leave out the sources: token files may have been moved, and checkpoints are compared by the files' contents
     was, now = ({k: v for k, v in x.identity().items() if k != "sources"} for x in (begun, made))
     if differing := sorted(k for k in was if was[k] != now[k]):
         told = "; ".join(f"{k} was {was[k]!r} and is {now[k]!r}" for k in differing)

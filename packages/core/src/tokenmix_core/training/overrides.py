@@ -1,4 +1,4 @@
-"""Changes of a recipe's fields by a YAML file and by flags."""
+"""Change a recipe's fields by a YAML file and by flags."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def _fields() -> list[str]:
 
 
 def _model_fields(recipe: Recipe) -> list[str]:
-    # imported here, because transformers takes a second to import and the command `info` does not need it
+    # a late import: transformers takes a second to import, and the command `info` does not need it
     from tokenmix_core.modeling.config import DERIVED, HybridConfig
 
     config = recipe.model_config()
@@ -145,7 +145,7 @@ def _yaml_value(flag: str, text: str) -> Any:
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise ValueError(f"{flag}: {text!r} is not valid YAML: {error}") from error
     if isinstance(value, str):
-        # YAML reads 1e-6 as a string
+        # convert strings such as 1e-6, which YAML does not read as a number
         try:
             return float(value)
         except ValueError:

@@ -1,4 +1,4 @@
-"""Ranks that train together: check that all have the same recipe; if one fails, end all with one message."""
+"""Check that ranks that train together have the same recipe; if one rank fails, end all with one message."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
-# number of beats that a rank may miss before it counts as gone, if a collective operation has also failed
+# number of beats that a rank may miss before it counts as gone, after a collective operation has also failed
 _MISSED_BEATS = 5
 _RUNS = 0
 
@@ -31,7 +31,7 @@ class RankFailure(OSError):
 
 @contextmanager
 def together(timeout: float) -> Iterator[None]:
-    """Connect the ranks of a run and watch them in this `with` block; does nothing for one process or a nested block.
+    """Connect the ranks of a run and watch them in this `with` block; do nothing for one process or a nested block.
 
     Every rank increments a counter, its beat, in the store of the process group. If a rank raises an error, ends
     without one, or writes no beat for `timeout` seconds, every other rank ends with a message that names it: by a
@@ -76,19 +76,19 @@ class _Watch:
         self.period = min(2.0, timeout / 20)
         run = "-".join(os.environ.get(f"TORCHELASTIC_{x}", "") for x in ("RUN_ID", "RESTART_COUNT"))
         self.address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-        # a connection of its own, because that of the process group blocks while a collective is set up
+        # a separate connection: the process group's own one is blocked while a collective is set up
         store = TCPStore(*self.address, is_master=False, timeout=timedelta(seconds=timeout))
         self.store = PrefixStore(f"tokenmix/{run}/{_RUNS}", store)
         self.failure: str | None = None
         self.store_lost = False
         self.suspects = False
         now = time.monotonic()
-        # for each rank, the last beat that was read and the time at which it changed
+        # for each rank: the last beat that was read, and the time at which it changed
         self.beats = {rank: (b"", now) for rank in range(self.size)}
         self.read_at = now
         self.over = threading.Event()
         self.threads = [threading.Thread(target=work, daemon=True) for work in (self._exchange, self._judge)]
-        # the barrier ensures that all ranks have written a first beat before any rank reads one
+        # barrier: all ranks write a first beat before any rank reads one
         self.store.set(f"beat/{self.rank}", "0")
         dist.barrier()
         for thread in self.threads:
@@ -101,10 +101,10 @@ class _Watch:
             host = socket.gethostname()
             self._publish(f"rank {self.rank} on {host}: {told}")
             if self.rank == 0:
-                # the store may be in this process and end with it: wait until the other ranks have read the message
+                # the store may end with this process: wait until the other ranks have read the message
                 self._wait_until_told()
             return None
-        # another rank has failed but has not reported it yet, or cannot
+        # another rank must have failed, but it has not reported that yet, or cannot
         self.suspects = True
         end = time.monotonic() + 3 * _MISSED_BEATS * self.period
         while self.failure is None and time.monotonic() < end:
@@ -150,7 +150,7 @@ class _Watch:
                     self.store.set(f"told/{self.rank}", "")
                 self.read_at = time.monotonic()
             self.store.set(f"beat/{self.rank}", "left")
-            # rank 0 must not wait for a rank that has ended, perhaps by an error of its own
+            # tell rank 0 not to wait for this rank, which has ended, perhaps by an error of its own
             self.store.set(f"told/{self.rank}", "")
         except RuntimeError:
             self.store_lost = True
@@ -162,7 +162,7 @@ class _Watch:
         """
         while not self.over.wait(self.period):
             if self.failure is None and (told := self._store_verdict()):
-                # do not write the failure to the store, because the store does not answer
+                # do not write the failure to the store, which does not answer
                 self._publish(told, store=False)
             elif self.failure is None and (told := self._verdict()):
                 self._publish(told)
@@ -180,7 +180,7 @@ class _Watch:
         what = "ended without a message" if self.store_lost else f"has not answered for {self.timeout:g} s"
         who = "rank 0"
         if "TORCHELASTIC_RUN_ID" in os.environ:
-            # the store is in the torchrun process of another node, which ends after a rank on its node has failed
+            # the store is in a torchrun process on another node, which ends after a rank of its node has failed
             who, what = "torchrun", f"{what}; the output of that torchrun names the rank that failed on its node"
         return f"{who} at {':'.join(map(str, self.address))}, which connects the ranks, {what}"
 
@@ -207,11 +207,11 @@ def _is_of_collective(error: BaseException) -> bool:
 
 
 def _write_torchelastic_error(told: str) -> None:
-    """Write the message to the file from which torchrun reads the error for its final summary."""
+    """Write the message to the file from which torchrun reads errors for its final summary."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path:
         content = {"message": told, "extraInfo": {"py_callstack": told, "timestamp": str(int(time.time()))}}
-        # the cause may be a full disk, so ignore that the file cannot be written
+        # ignore a failure to write: the disk may be full, which may be the cause itself
         with suppress(OSError):
             Path(path).write_text(json.dumps({"message": content}), encoding="utf-8")
 

@@ -288,7 +288,7 @@ class Recipe:
         """
         from transformers import CONFIG_MAPPING, AutoConfig
 
-        # this import registers core's own model type
+        # this import registers the model type of core
         import tokenmix_core.modeling  # noqa: F401
 
         if self.model_type not in CONFIG_MAPPING:

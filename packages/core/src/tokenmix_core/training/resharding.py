@@ -1,4 +1,4 @@
-"""FSDP2: decide, by sizes and memory, whether gathered parameters are freed after each layer or after each step."""
+"""Decide for FSDP2, by sizes and memory, whether gathered parameters are freed after each layer or after each step."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from torch.distributed.fsdp import FSDPModule
 Resharding = Literal["auto", "always", "never"]
 
 # bytes of bfloat16 activations per token, layer and channel. Measured: a Gated DeltaNet of 380M parameters takes 35.9
-# GiB on one H100 with 32,768 tokens (docs/step_time.md); of these, weights, gradients and moments take 16 bytes per
+# GiB on one H100 with 32,768 tokens (docs/step_time.md), of which weights, gradients and moments take 16 bytes per
 # parameter
 _ACTIVATION_BYTES = 42
-# bytes of logits and their gradient per token and vocabulary entry
+# bytes of logits and of their gradient, per token and vocabulary entry
 _LOGIT_BYTES = 10
 # fraction of the device's memory that the allocator can use
 _USABLE = 0.85
-# bytes of float32 parameters that one collective should carry, and number of collectives per pass that should at least
-# remain, so that they overlap with computation. At most two units are gathered at once, each with its gradients: less
-# than 1 GB more than with one layer per unit
+# minimum bytes of float32 parameters per collective, and minimum number of collectives per pass, so that they overlap
+# with computation. At most two units are gathered at once, each with its gradients: less than 1 GB more than with one
+# layer per unit
 _UNIT_BYTES, _LEAST_UNITS = 2**27, 4
 
 
@@ -88,12 +88,12 @@ def memory_plan(model: nn.Module, tokens: int, ranks: int, *, bf16: bool, checkp
     # with checkpointing: the inputs of all layers, and all other activations of a single layer
     per_channel = 2 * layers + _ACTIVATION_BYTES if checkpointing else _ACTIVATION_BYTES * layers
     activations = tokens * (per_channel * width * (1 if bf16 else 2) + _LOGIT_BYTES * vocabulary)
-    # float32 weight, gradient and two moments take 16 bytes. FSDP2 shards these and also needs whole weights and
-    # gradients; DDP also needs buckets of gradients
+    # float32 weight, gradient and two moments take 16 bytes per parameter. FSDP2 shards these, and also needs whole
+    # weights and gradients; DDP also needs buckets of gradients
     kept = 16 * parameters / ranks + 8 * parameters + activations
     units = layer_modules(model)
     layer = 4 * sum(p.numel() for unit in units for p in unit.parameters()) / max(1, len(units))
-    # FSDP2 requires one dtype in a unit, and units of several recomputed layers were not tested
+    # group layers only if FSDP2 can (a unit has one dtype) and without recomputation, with which groups were not tested
     kinds = {(p.dtype, p.requires_grad) for p in model.parameters()}
     shared = len(units) if len(kinds) == 1 and not checkpointing else 1
     return MemoryPlan(_memory(), kept, 20 * parameters + activations, shared, layer or _UNIT_BYTES)
@@ -119,8 +119,8 @@ def prepare_micro_batch(model: nn.Module, *, reshard: bool, last: bool) -> None:
     """
     root: Any = model if isinstance(model, FSDPModule) else getattr(model, "_orig_mod", model)
     if reshard:
-        # accelerate would delay the reduction to the last micro-batch, and until then keep whole gradients of all
-        # layers
+        # accelerate would delay the reduction to the last micro-batch, and keep whole gradients of all layers until
+        # then
         root.set_requires_gradient_sync(True)
     else:
         root.set_reshard_after_forward(False)
@@ -142,7 +142,7 @@ def grouped_layers(model: nn.Module, count: int) -> Iterator[None]:
     def shard_unit(module: Any, **options: Any) -> Any:
         return shard(unit_of.get(module, module) if isinstance(module, nn.Module) else module, **options)
 
-    # torch reads attributes of `fully_shard`
+    # copy the attributes of `fully_shard` that torch reads
     replaced: Any = functools.update_wrapper(shard_unit, shard)
     fsdp.fully_shard = replaced
     try:

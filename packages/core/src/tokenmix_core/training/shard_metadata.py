@@ -1,4 +1,4 @@
-"""Read the metadata of sharded checkpoints, which are pickled, without running code that a file names."""
+"""Read the metadata of sharded checkpoints, which are pickled, without running code that the file names."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata
 
 _METADATA = ".metadata"
-# BytesStorageMetadata is missing: torch would unpickle the objects that it announces, and our checkpoints have none
+# without BytesStorageMetadata: torch would unpickle the objects that it announces, and our checkpoints have none
 _CLASSES = {
     metadata.__name__: (
         "ChunkStorageMetadata",
@@ -27,7 +27,7 @@ _CLASSES = {
     "torch.serialization": ("_get_layout",),
     "torch": ("Size", *(name for name, value in vars(torch).items() if isinstance(value, torch.dtype))),
 }
-# the folder that a checkpoint was written to: nothing reads it, and its class depends on the platform
+# the class of the path to which a checkpoint was written: it depends on the platform, and nothing reads the path
 _PATHS = {(module, name) for module in ("pathlib", "pathlib._local") for name in ("PosixPath", "WindowsPath")}
 
 

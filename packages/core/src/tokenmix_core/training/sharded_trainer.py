@@ -22,8 +22,8 @@ class ShardedTrainer(Trainer):
     """transformers' Trainer with our FSDP2 policy.
 
     A checkpoint contains whole weights and optimizer states, in the files that a single process would write; with
-    `sharded_checkpoint` it contains each rank's shards. `reshard`: free gathered parameters after each layer, not each
-    step.
+    `sharded_checkpoint` it contains each rank's shards. `reshard`: whether to free gathered parameters after each layer
+    instead of after each step.
     """
 
     sharded_checkpoint = False
@@ -51,7 +51,7 @@ class ShardedTrainer(Trainer):
         model: Any = self.model
         plan = memory_plan(model, tokens, args.world_size, bf16=args.bf16, checkpointing=run.gradient_checkpointing)
         if run.torch_compile:
-            # units of several layers were not tested in compiled models
+            # in compiled models use one layer per unit: larger units were not tested there
             plan = plan._replace(layers=1)
         self.reshard, self.unit_layers = plan.reshards(run.fsdp_reshard), plan.unit_layers(run.fsdp_unit_layers)
         if args.process_index == 0:
@@ -87,7 +87,7 @@ class ShardedTrainer(Trainer):
         if self.sharded_checkpoint:
             sharding.save_shards(model, optimizer, Path(output_dir))
         else:
-            # the same file as in an unsharded run, so that a single process or DDP can resume from it
+            # the same file as in an unsharded run: a single process or DDP can resume from it
             state = sharding.whole(optimizer.state_dict(), keep=self.args.should_save)
             if self.args.should_save:
                 torch.save(state, Path(output_dir, "optimizer.pt"))
@@ -108,7 +108,7 @@ class ShardedTrainer(Trainer):
         with reading("optimizer and schedule", checkpoint):
             sharded = checkpoint is not None and sharding.has_shards(Path(checkpoint))
             ours = sharded or self.is_fsdp_enabled
-            # accelerate's name for the file, which checkpoints of earlier versions use
+            # "optimizer.bin" is accelerate's name, which checkpoints of earlier versions have
             if checkpoint is None or not ours or Path(checkpoint, "optimizer.bin").exists():
                 super()._load_optimizer_and_scheduler(checkpoint)
                 return
@@ -127,7 +127,7 @@ class ShardedTrainer(Trainer):
 
 @contextmanager
 def reading(what: str, checkpoint: str | None) -> Iterator[None]:
-    """Return a context for reading a checkpoint: any error becomes a ValueError that names the unreadable `what`.
+    """Context manager for reading a checkpoint: any error becomes a ValueError that names the unreadable `what`.
 
     Raises:
         ValueError: reading failed. All errors are caught, because unpickling a damaged file can raise any type.

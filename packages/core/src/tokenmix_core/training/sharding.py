@@ -21,7 +21,7 @@ from tokenmix_core.training.shard_metadata import VerifiedReader
 
 # names of the folders in a sharded checkpoint
 MODEL_SHARDS, OPTIMIZER_SHARDS = "model_shards", "optimizer_shards"
-# shards and gradients are float32; autocast runs GEMMs in bfloat16, as in a run with a single process
+# shards and gradients are float32; autocast computes GEMMs in bfloat16, as in a run with one process
 POLICY = {"param_dtype": None, "reduce_dtype": "float32", "output_dtype": None, "cast_forward_inputs": False}
 
 
@@ -37,8 +37,7 @@ def apply_fsdp_policy(accelerator: Any, plugin_args: Mapping[str, Any]) -> None:
 
     state = accelerator.state
     if accelerator.distributed_type == DistributedType.MULTI_CPU:
-        # all instances of this class share the dictionary of their attributes, so setting them here configures
-        # accelerate
+        # configure accelerate: all instances of this class share their attributes
         state.fsdp_plugin = FullyShardedDataParallelPlugin(**plugin_args)
         state.distributed_type = DistributedType.FSDP
     state.fsdp_plugin.mixed_precision_policy = MixedPrecisionPolicy(
@@ -125,7 +124,7 @@ def _like(parameter: Tensor, value: Tensor) -> Tensor:
     if not isinstance(parameter, DTensor):
         return value.to(parameter.device)
     value = value.to(parameter.device)
-    # no rank needs to send its tensor, because every rank has read the whole one
+    # None: no rank sends its tensor, because every rank has read the whole one
     return distribute_tensor(value, parameter.device_mesh, parameter.placements, src_data_rank=None)
 
 
@@ -152,7 +151,7 @@ def load_weight_shards(model: nn.Module, folder: Path) -> None:
     Raises:
         ValueError: the folder's metadata names anything but the classes that describe tensors.
     """
-    # loading overwrites these tensors, which are the model's own
+    # these are the model's own tensors, which loading overwrites
     _together(load, _weights(model), storage_reader=VerifiedReader(folder / MODEL_SHARDS))
 
 
@@ -168,7 +167,7 @@ def load_optimizer_shards(model: nn.Module, optimizer: torch.optim.Optimizer, fo
     states: dict[str, dict[str, Tensor]] = {name: {} for name in parameters}
     for path, about in saved.items():
         name, _, key = path.rpartition(".")
-        # moments have their parameter's shape, and the step count is a scalar
+        # moments have the shape of their parameter; the step count is a scalar
         like = about.size == parameters[name].shape
         states[name][key] = torch.zeros_like(parameters[name]) if like else torch.zeros(about.size)
     _together(load, states, storage_reader=reader)
@@ -184,6 +183,6 @@ def _together(work: Callable[..., Any], tensors: dict[str, Any], **where: Any) -
             warnings.filterwarnings("ignore", "torch.distributed is disabled")
             work(tensors, **where)
     except CheckpointException as error:
-        # torch's error is no subclass of Exception, and its text contains the tracebacks of all ranks
+        # torch's error is no subclass of Exception, and its text has the tracebacks of all ranks: raise the first cause
         rank, (cause, _) = min(error.failures.items())
         raise OSError(f"rank {rank}: {cause}") from cause

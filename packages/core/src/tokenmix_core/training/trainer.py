@@ -150,7 +150,7 @@ def training_arguments(recipe: Recipe, output_dir: Path) -> TrainingArguments:
         )
     cuda = torch.cuda.is_available()
     bf16 = run.precision == "bf16" or (run.precision == "auto" and cuda and torch.cuda.is_bf16_supported())
-    # a single process has nothing to shard; this also lets it resume a sharded run
+    # one process has nothing to shard; without `fsdp` it can also resume a sharded run
     sharded = run.fsdp and int(os.environ.get("WORLD_SIZE", "1")) > 1
     args = TrainingArguments(
         output_dir=str(output_dir),
@@ -163,7 +163,7 @@ def training_arguments(recipe: Recipe, output_dir: Path) -> TrainingArguments:
         max_grad_norm=optimizer.max_grad_norm,
         optim="adamw_torch_fused",
         bf16=bf16,
-        # without `use_cpu`, processes on CPUs would form no process group
+        # `use_cpu`: without it, processes on CPUs would form no process group
         use_cpu=not cuda,
         seed=run.seed,
         data_seed=recipe.data.data_seed,
@@ -173,7 +173,7 @@ def training_arguments(recipe: Recipe, output_dir: Path) -> TrainingArguments:
         fsdp=True if sharded else None,  # type: ignore[arg-type]
         fsdp_config={"version": 2, "state_dict_type": "FULL_STATE_DICT"} if sharded else None,
         ddp_find_unused_parameters=False,
-        # False, because rank 0 would otherwise overwrite statistics that other ranks have gathered in buffers
+        # False: rank 0 would otherwise overwrite the statistics that other ranks gather in buffers
         ddp_broadcast_buffers=False,
         average_tokens_across_devices=True,
         train_sampling_strategy="sequential",
@@ -189,10 +189,10 @@ def training_arguments(recipe: Recipe, output_dir: Path) -> TrainingArguments:
         run_name=recipe.name,
         disable_tqdm=True,
     )
-    # one process uses one GPU: several GPUs need several processes, because torch's DataParallel is not supported
+    # one GPU per process: torch's DataParallel, which serves several GPUs from one process, is not supported
     args._n_gpu = min(1, args.n_gpu)
     if args.device.type == "cpu":
-        # the Trainer would choose "cpu:0", to which torch.load cannot map an optimizer's state
+        # "cpu", because torch.load cannot map an optimizer's state to "cpu:0", the Trainer's choice
         vars(args)["_setup_devices"] = torch.device("cpu")
     check_context_parallel(run.context_parallel, args.world_size, recipe.data.seq_len)
     rows, accumulation = optimizer.split(recipe.data.seq_len, args.world_size // run.context_parallel)
@@ -233,7 +233,7 @@ def build_trainer(
 
     If `progress`, the trainer reports its progress on the terminal.
     """
-    # created first, because this initialises torch.distributed
+    # first, because it initialises torch.distributed
     args = training_arguments(recipe, output_dir)
     tokenizer = load_tokenizer(recipe.data.tokenizer)
     with args.main_process_first(desc="corpora"):
@@ -261,7 +261,7 @@ def build_trainer(
     if trainer.is_fsdp_enabled:
         tokens = args.per_device_train_batch_size * recipe.data.seq_len // recipe.run.context_parallel
         trainer.plan_units(recipe.run, tokens)
-    # this callback of transformers prints dictionaries
+    # remove a callback of transformers that prints dictionaries
     trainer.remove_callback(PrinterCallback)
     return trainer
 
@@ -307,7 +307,7 @@ def train(
 
 @contextmanager
 def _readers_named() -> Iterator[None]:
-    """Context that replaces the error of a DataLoader worker process, whose text has a traceback, by a single sentence.
+    """Context manager: replace the error of a DataLoader worker, whose text has a traceback, by one sentence.
 
     Raises:
         OSError: a worker process was killed.
@@ -353,7 +353,7 @@ def _train(
     check_sources(recipe)
     begun_with = trained_on(output_dir).fingerprints if resume else None
     trainer = build_trainer(recipe, output_dir, progress=progress, begun_with=begun_with)
-    # corpora are compared by content, because their folders may differ between nodes
+    # compare corpora by content: their folders may differ between nodes
     identity = {name: value for name, value in trainer.identity.items() if name != "data"}
     accumulation = trainer.args.gradient_accumulation_steps
     require_agreement({**identity, "corpora": trainer.identity["data"], "accumulation": accumulation})
@@ -362,11 +362,11 @@ def _train(
         source = checkpoint.checkpoint_to_resume(output_dir, trainer.identity)
         if source is None and trainer.args.process_index == 0:
             print(f"{output_dir} holds no checkpoint yet: training starts from the beginning", file=sys.stderr)
-    # a barrier, because all processes must have checked the folder before one of them writes into it
+    # a barrier: all processes must have checked the folder before one of them writes to it
     trainer.accelerator.wait_for_everyone()
     if trainer.args.should_save:
         output_dir.mkdir(parents=True, exist_ok=True)
-        # files that a process left when it was killed while writing them
+        # remove files that a killed process left half-written
         for path in (output_dir / checkpoint.PARTIAL, *filter(is_temporary, output_dir.iterdir())):
             remove(path)
         write_atomically(

@@ -1,4 +1,4 @@
-"""Select the parameters to which weight decay applies: matrices, but no norms, biases, gates and decay rates."""
+"""Select the parameters to which weight decay applies: matrices, but not norms, biases, gates and decay rates."""
 
 from __future__ import annotations
 

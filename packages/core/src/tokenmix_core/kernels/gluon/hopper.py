@@ -8,37 +8,37 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, fence_async_shared, mbarrier
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-# each function's name in newer versions of Triton, or else its name in older ones
+# the function's name in newer versions of Triton or, if missing, its name in older versions
 async_load = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
 barrier = getattr(gl, "barrier", None) or gl.thread_barrier
 _REINTERPRETS = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))
 
-# equal to the constants in `kernels.triton.decay`, which Gluon kernels cannot read
+# the value of the same name in `kernels.triton.decay`, which Gluon kernels cannot read
 LOG2_E = gl.constexpr(1.4426950408889634)
 LOWEST = gl.constexpr(-160.0)
 
 
 @gluon.constexpr_function
 def row_layout(columns, warps):
-    """Layout of a copy to or from shared memory: rows of 16 to 128 elements of 16 bits; a thread copies 16 bytes."""
+    """Return the layout of a copy to or from shared memory: rows of 16 to 128 16-bit elements; 16 bytes per thread."""
     return gl.BlockedLayout([1, 8], [256 // columns, columns // 8], [warps, 1], [1, 0])
 
 
 @gluon.constexpr_function
 def mma_layout(columns, warps):
-    """Accumulator layout of an MMA whose warps hold 16 rows each."""
+    """Return the accumulator layout of an MMA in which each warp holds 16 rows."""
     return gl.NVMMADistributedLayout([3, 0], [warps, 1], [16, columns, 16])
 
 
 @gluon.constexpr_function
 def mma_layout_split_n(columns, warps):
-    """Accumulator layout of an MMA of 64 rows whose columns are split over the warpgroups."""
+    """Return the accumulator layout of an MMA of 64 rows whose columns are split over the warpgroups."""
     return gl.NVMMADistributedLayout([3, 0], [4, warps // 4], [16, columns * 4 // warps, 16])
 
 
 @gluon.constexpr_function
 def state_layout(rows, columns, warps):
-    """Layout of a float32 state: each warp holds `rows` / `warps` rows, and a thread loads 16 bytes at a time."""
+    """Return the layout of a float32 state: a warp holds `rows` / `warps` rows; a thread loads 16 bytes at a time."""
     lanes = columns // 4
     return gl.BlockedLayout([rows * lanes // (32 * warps), 4], [32 // lanes, lanes], [warps, 1], [1, 0])
 
@@ -57,7 +57,7 @@ def tiled_shape(shape, part):
 @gluon.jit
 def reinterpret(s_x, dtype: gl.constexpr, shape: gl.constexpr, layout: gl.constexpr, i=0):
     """View the smem buffer `s_x` as tiles of `shape` and `dtype`, a dtype of equal width; return the i-th tile."""
-    # Triton 3.8 reinterprets whole buffers only
+    # view whole buffers, because Triton 3.8 cannot reinterpret parts of one
     whole: gl.constexpr = tiled_shape(s_x.shape, shape)
     if _REINTERPRETS:
         s_y = s_x.reinterpret(dtype, whole, layout).index(i)
@@ -84,7 +84,7 @@ def async_copy_tile(s_x, p_x, first, rows, stride, valid=None, THREAD_RELATIVE: 
     else:
         m_t = first + o_t < rows
     if THREAD_RELATIVE:
-        # the number of rows that the program copies if each thread executes one copy instruction
+        # number of rows that the program copies if each thread executes one copy instruction
         step: gl.constexpr = 256 // s_x.shape[1] * gl.num_warps()
         p_x += o_t[:, None] % step * stride + o_d[None, :]
         p_x += o_t[:, None] // step * step * stride
@@ -95,7 +95,7 @@ def async_copy_tile(s_x, p_x, first, rows, stride, valid=None, THREAD_RELATIVE: 
 
 @gluon.jit
 def wait_async_copies(PENDING: gl.constexpr):
-    """Wait until at most the `PENDING` newest commit groups are in flight; then all warps and WGMMAs see the data."""
+    """Wait until at most the `PENDING` newest commit groups are in flight; all warps and WGMMAs then see the data."""
     async_copy.wait_group(PENDING)
     fence_async_shared()
     barrier()
@@ -168,7 +168,7 @@ def split_hi_lo(b_x, dtype: gl.constexpr):
 
 @gluon.jit
 def scale_tile(b_x, b_y):
-    """Return X ⊙ Y in the 16-bit dtype of X for float32 Y; bfloat16 X are multiplied by Y's high and low parts."""
+    """Return X ⊙ Y in X's 16-bit dtype for float32 Y; for bfloat16, X is multiplied by Y's high and low parts."""
     if b_x.dtype == gl.bfloat16:
         b_hi, b_lo = split_hi_lo(b_y, gl.bfloat16)
         b_x = gl.inline_asm_elementwise(

@@ -1,10 +1,10 @@
 """Online softmax over KV tiles for Gluon, relative to the row maxima of the first tile alone.
 
-A softmax may subtract any number from a row's scores: in floating point a weight of 2⁶⁰ is as exact as a weight of 1,
-unless it overflows. A running maximum costs as many instructions per tile as the exponentials, and each tile waits for
-it and rescales the accumulator. So the maxima of the first tile, which holds the queries' own keys, are subtracted in
-all tiles. If a row sum then leaves the range that `LIMIT` allows, or is NaN, the program runs once more with a running
-maximum.
+A softmax may subtract any value from a row's scores: in floating point a weight of 2⁶⁰ is as exact as a weight of 1,
+unless it overflows. A running maximum would cost as many instructions per tile as the exponentials, and each tile would
+wait for it and rescale the accumulator. So all tiles subtract the row maxima of the first tile, which holds the
+queries' own keys. If a row sum then leaves the range that `LIMIT` allows, or is NaN, the program runs once more with a
+running maximum.
 
 float16 lacks this range: it always takes the running maximum.
 """
@@ -14,14 +14,14 @@ from triton.experimental.gluon import language as gl
 
 from tokenmix_core.kernels.gluon.hopper import mma_layout
 
-# largest row sum, and largest reciprocal of a row sum, for which no second run is needed. Its exponent is half that of
-# the largest float32, 2^128; the first tile's largest weight is 1
+# maximum row sum, and maximum reciprocal of a row sum, for which no second run is needed: half the exponent of the
+# largest float32, 2^128. The first tile's largest weight is 1
 LIMIT = gl.constexpr(2.0**64)
 
 
 @gluon.constexpr_function
 def needs_running_max(dtype):
-    """True if `dtype` needs a running maximum: every tile then updates the row maxima."""
+    """True if `dtype` needs a running maximum, that is, if every tile must update the row maxima."""
     return dtype == gl.float16
 
 
@@ -33,7 +33,7 @@ def update_row_max(b_s, b_m, scale):
         the new maxima, the shift that is subtracted from scaled scores, and the factor that rescales older sums.
     """
     b_top = gl.maximum(b_m, gl.max(b_s, 1))
-    # the maximum is −∞ as long as all scores of a row are masked; −∞ − (−∞) would be NaN
+    # the maximum is −∞ while all scores of a row are masked; −∞ − (−∞) would be NaN
     b_max = gl.where(b_top == float("-inf"), 0.0, b_top)
     # subtract before scaling, so that the factor is exactly 1 if the maximum does not change
     return b_top, b_max * scale, gl.exp2((b_m - b_max) * scale)

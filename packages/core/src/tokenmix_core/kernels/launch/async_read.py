@@ -1,4 +1,4 @@
-"""Read a value from the device without waiting for kernels that were launched after its computation."""
+"""Read a value from the device without waiting for kernels that are launched after the kernel that computes it."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ class Asked:
     """
 
     def __init__(self, x: Tensor) -> None:
-        # on a GPU a non-blocking copy to pinned memory; elsewhere a clone, as x may change before it is read
+        # on a GPU copy to pinned memory without blocking; elsewhere clone, because x may change before it is read
         self._copy = x.detach().to("cpu", non_blocking=True) if x.is_cuda else x.detach().clone()
         self._arrived = current_stream(x.device).record_event() if x.is_cuda else None
 
     def read(self) -> int:
-        """Return the integer."""
+        """Wait for the copy, and return the integer."""
         if self._arrived is not None:
             self._arrived.synchronize()
             self._arrived = None

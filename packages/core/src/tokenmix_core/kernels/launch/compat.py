@@ -1,4 +1,4 @@
-"""Undocumented names of torch and Triton; no other module of the packages uses such names.
+"""The only module that uses undocumented names of torch and Triton.
 
 If a name is missing, results do not change, and one warning at the first launch on a GPU names the slower parts.
 Gluon is handled elsewhere (`ops.dispatch`).
@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-# texts that state the consequence of a missing name
+# texts of the warning: the consequence of a missing name
 _CACHING = "calls are not cached"
 OWN_LAUNCH = "Triton launches every kernel itself, and calls are not cached"
 _DISPATCHER = "every call goes through torch's dispatcher"
@@ -68,7 +68,7 @@ def find(name: str) -> Any:
 
 def missing() -> dict[str, str]:
     """Return the missing `NAMES`, and the missing attributes that code has asked for, each with its consequence."""
-    # torch for CPUs lacks the names for GPUs
+    # torch builds for CPUs lack the names for GPUs, so do not report these
     asked = [name for name in NAMES if "cuda" not in name or torch.backends.cuda.is_built()]
     return {name.replace(":", "."): NAMES[name] for name in asked if find(name) is None} | _lacking
 
@@ -113,14 +113,14 @@ class Mode(_Mode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        # nothing is traced here, so torch's compiler, whose import takes seconds, is not needed
+        # nothing is traced here; this answer spares the import of torch's compiler, which takes seconds
         return False
 
 
 # functions that return the current device, and its current stream, as Triton's driver does but without its Python code
 current_device: Callable[[], int] = find("torch._C:_cuda_getDevice") or _device
 current_stream: Callable[[int], int] = find("torch._C:_cuda_getCurrentRawStream") or _stream
-# modes(): the number of active dispatch modes; 2 if unknown, as if another mode besides our own were active
+# modes(): number of active dispatch modes; 2 if unknown, as if a mode other than our own were active
 modes: Callable[[], int] = find("torch._C:_len_torch_dispatch_stack") or (lambda: 2)
 # empty(size, stride, dtype): allocate a tensor as torch's compiled code does, in less than half the time of
 # torch.empty_strided
@@ -152,7 +152,7 @@ def storage(x: Tensor) -> Any:
 
 
 def forward_mode() -> bool:
-    """Tell whether forward-mode derivatives may be active."""
+    """Tell whether forward-mode derivatives may be active; True if torch does not tell."""
     return not _KNOWS_LEVELS or torch.autograd.forward_ad._current_level >= 0
 
 
@@ -175,7 +175,7 @@ _any_global_hook = find("torch.nn.modules.module:_has_any_global_hook")
 
 
 def watches_all_modules() -> bool:
-    """Tell whether global module hooks may be registered."""
+    """Tell whether global module hooks may be registered; True if torch does not tell."""
     return _any_global_hook is None or _any_global_hook()
 
 
@@ -290,12 +290,12 @@ def choose_compiler_options(kernel: Any) -> None:
     import triton
 
     chosen: dict[str, Any] = {} if "TRITON_DEFAULT_FP_FUSION" in os.environ else {"enable_fp_fusion": True}
-    # a missing or empty `ptxas_options` means that the user set none
+    # a missing or empty `ptxas_options` means that the user has set no options
     asked = getattr(find("triton.knobs:nvidia"), "ptxas_options", None)
     gluon = getattr(kernel, "is_gluon", bool)()
     if gluon and not asked and tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 9):
         chosen["ptx_options"] = _ALLOCATOR
-    # pass the options to `run`, which every compilation and launch calls
+    # pass the options through `run`, which every compilation and launch calls
     run = functools.partial(kernel.run, **chosen)
     # AMD's compiler refuses the option that limits registers
     kernel.run = (lambda *args, maxnreg=None, **options: run(*args, **options)) if torch.version.hip else run
@@ -310,7 +310,7 @@ def prepare() -> list[Callable[[], Any]]:
 
 
 def parallel_compilation() -> Callable[..., Any] | None:
-    """Return the context `mode(pool, ignore_errors=True)` that compiles kernels in a thread pool; None if missing."""
+    """Return the context manager `mode(pool, ignore_errors=True)`, which compiles in a thread pool; None if missing."""
     return find("triton:AsyncCompileMode") if launching() is not None and find("triton:FutureKernel") else None
 
 

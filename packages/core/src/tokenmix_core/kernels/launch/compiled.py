@@ -1,4 +1,4 @@
-"""Properties of compiled kernels, read from Triton; one warning names the attributes that this version of it lacks."""
+"""Read properties of compiled kernels from Triton; one warning names the attributes that this version lacks."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ import torch
 
 from tokenmix_core.kernels.launch.flags import flag
 
-# a function that captures another function's device work without executing it, and returns a function that replays it
+# a function that captures another function's device work without executing it; it returns a function that replays it
 Capture = Callable[[Callable[[], object]], Callable[[], object]]
 
 _VARIABLE = "TOKENMIX_DECODING_GRAPH"
@@ -73,7 +73,7 @@ def captures_cuda(device: torch.device) -> Capture:
                 with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
                     work()
             except BaseException:
-                # before 2.12 torch stays on the stream of a failed capture
+                # return to the previous stream: torch before 2.12 stays on the stream of a failed capture
                 torch.cuda.set_stream(before)
                 _restore_generator(device, drawn)
                 raise

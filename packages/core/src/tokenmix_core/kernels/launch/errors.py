@@ -41,5 +41,5 @@ def compiling(kernel: Any) -> Iterator[None]:
 
 def _from_compiler(error: Exception) -> bool:
     cls = compat.find("triton.errors:TritonError")
-    # a failing compiler pass raises a plain RuntimeError
+    # also accept RuntimeError: a failing compiler pass raises it
     return (cls is not None and isinstance(error, cls)) or "PassManager::run failed" in str(error)

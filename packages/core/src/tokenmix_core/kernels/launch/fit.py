@@ -12,7 +12,7 @@ import torch
 
 from tokenmix_core.kernels.launch import compat
 
-# the least size of a tile's dimension in an MMA
+# minimum size of a tile's dimension in an MMA
 _SMALLEST = 16
 # Triton's default of `num_stages`
 _STAGES = 3
@@ -27,11 +27,11 @@ def shared_memory() -> int | None:
 def compiled(
     kernel: Any, grid: tuple, args: tuple, options: dict, loop_tiles: tuple[str, ...], limit: int | None
 ) -> tuple[Any, tuple, dict]:
-    """Compile a launch so that it needs at most `limit` bytes of shared memory, None for any number.
+    """Compile a launch's kernel so that it needs at most `limit` bytes of shared memory; None means no limit.
 
     Args:
         kernel: the `triton.jit` function.
-        grid, args, options: the launch's; `args` are all arguments in order.
+        grid, args, options: those of the launch; `args` are all arguments in order.
         loop_tiles: names of the constexprs that may be reduced: neither the grid nor a tensor's shape depends on them.
         limit: bytes of shared memory that a block may have.
 
@@ -60,7 +60,7 @@ def fits(made: Any, limit: int | None) -> bool:
 
 
 def _reduced(names: list[str], loop_tiles: tuple[str, ...], args: tuple, options: dict) -> tuple[tuple, dict] | None:
-    """Return arguments and options with one pipeline stage less or half the widest loop tile; None for the smallest."""
+    """Return arguments and options with one stage less or half the widest loop tile; None if nothing can be reduced."""
     if (stages := options.get("num_stages", _STAGES)) > 1:
         return args, {**options, "num_stages": stages - 1}
     sizes = {names.index(name): args[names.index(name)] for name in loop_tiles}

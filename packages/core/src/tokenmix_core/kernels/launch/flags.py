@@ -25,7 +25,7 @@ def wanted() -> bool:
     return flag(_VARIABLE, True, "run every call", "replay cached calls")
 
 
-# the state of the switch, which every call reads
+# state of the launch cache's switch; every call reads it
 on = wanted()
 
 

@@ -1,7 +1,7 @@
 """Select the compiled form of a kernel: specialised for a call's integers, or general for all lengths.
 
 Triton compiles a kernel again if an integer argument becomes 1 or a multiple of 16, unless the kernel declares it in
-`do_not_specialize`. If lengths vary, each of a kernel's other counts (tiles, documents) is occasionally such a
+`do_not_specialize`. If lengths vary, each integer argument (number of tiles, of documents, …) is occasionally such a
 multiple, and every combination would be compiled, which takes seconds. So the first call is compiled for its integers.
 Later calls with other integers use a general form, in which the arguments that have varied are not specialised either;
 if these arguments had no such property at the first call, its form is the general one.
@@ -55,7 +55,8 @@ class Forms:
         self._constant = compat.constexprs(kernel)
         # for each parameter, whether the kernel declares it unspecialised, so that its values select no other form
         self._declared = compat.declared_unspecialised(kernel)
-        # maps a signature without integers to the first call's integers by index, and to the indices that have varied
+        # maps a signature without its integers to the first call's integers by argument index, and to the indices that
+        # have varied
         self._first: dict[tuple, tuple[dict[int, int], set[int]]] = {}
         # maps indices of integers to the kernel that does not specialise these integers; None if it does not compile
         self._general: dict[frozenset[int], Any] = {}
@@ -90,7 +91,7 @@ class Forms:
             self._first[alike] = integers, set()
             return None
         first, varying = found
-        # integers that stay multiples of 16 remain specialised: async copies may need aligned strides
+        # integers that remain multiples of 16 stay specialised: async copies may need strides known to be aligned
         varying.update(i for i, x in integers.items() if (y := first.get(i, 1)) != x and (x | y) & 15)
         if not varying:
             return None

@@ -51,7 +51,7 @@ def cached_launch(kernel=None, *, loop_tiles: tuple[str, ...] = ()) -> Any:
 
 @functools.cache
 def _prepared() -> list[Future]:
-    """Start the work that precedes the first kernel, mostly outside Python, while other modules are imported.
+    """Start the work that the first kernel needs, mostly outside Python, while other modules are imported.
 
     The work is to compile Triton's driver module and the launcher in C, and to hash Triton's compiler.
     """
@@ -100,8 +100,8 @@ def launch_together(launches: list[Launch], foreseen: Sequence[Launch] = ()) -> 
             if load.exception() is None:
                 launcher.keep(load.result(), args, options)
             else:
-                # the kernel needs too much shared memory, or compiling failed, once in thousands of times: let the
-                # launch compile the kernel again, or raise the error
+                # either the kernel needs too much shared memory or, once in thousands of times, compiling failed: let
+                # the launch compile it again or raise the error
                 compat.drop(form, compiled)
     for kernel, grid, args, options in launches:
         kernel[grid](*args, **options)
@@ -113,13 +113,13 @@ def _is_new(kernel: Any, _grid: tuple, args: tuple, options: dict) -> bool:
 
 def _load(kernel: Any, device: int) -> Loaded | None:
     """Load a compiled kernel on a device; return None if Triton must launch the kernel."""
-    # in a new thread the current device is device 0
+    # enter the device, because a new thread starts on device 0
     with torch.cuda.device(device):
         return loaded(compat.result(kernel), device)
 
 
 def _load_fitting(kernel: Any, device: int, limit: int | None) -> Loaded | None:
-    """Do as `_load`, but raise an error if the kernel needs more than `limit` bytes of shared memory."""
+    """Return the result of `_load`, but raise an error if the kernel needs more than `limit` bytes of shared memory."""
     if not fit.fits(compat.result(kernel), limit):
         raise RuntimeError("too much shared memory")
     return _load(kernel, device)
@@ -170,7 +170,7 @@ class _Launcher:
         self._forms = forms.Forms(kernel)
         # maps device, kinds of arguments and options to the arguments by index and the options, reduced for the device
         self._fitted: dict[tuple, tuple[dict[int, Any], dict]] = {}
-        # the number of parameters before the parameter PDL, if the kernel has PDL
+        # number of parameters before PDL, if the kernel has this parameter
         names = compat.argument_names(kernel)
         if PDL in names[:-1]:
             raise TypeError(f"{names[-1]} follows {PDL}, which must be the last parameter")
@@ -206,7 +206,7 @@ class _Launcher:
         if given == len(names):
             return None, ()
         wanted = names[given:]
-        # an itemgetter of a single name would return the value instead of a tuple
+        # a list of one name would make itemgetter return a value instead of a tuple
         named = operator.itemgetter(*wanted) if len(wanted) > 1 else lambda options: (options[wanted[0]],)
         return named, tuple(name for name in options if name not in wanted)
 
@@ -255,7 +255,7 @@ class _Launcher:
             kernel = self._compile(grid, args, options)
         else:
             kernel = found[0]
-        # if a profiler's hook observes launches, let Triton launch: only Triton calls the hook
+        # let Triton launch while a profiler's hook observes launches, because only Triton calls the hook
         start = None if kernel is None or observed() else launch()
         if kernel is None or start is None:
             with compiling(self.fn):
@@ -281,8 +281,8 @@ class _Launcher:
         if form is not self.fn:
             try:
                 return _load(self._fit(form, grid, args, options), current_device())
-            # the general form may fail because the kernel needs specialised integers: use the specialised form, which
-            # raises its own error if it fails
+            # the general form may fail to compile because the kernel needs specialised integers: use the specialised
+            # form, which raises its own error if it fails
             except Exception:
                 self._forms.refuse(form)
         with compiling(self.fn):
@@ -290,7 +290,7 @@ class _Launcher:
 
     def _fit(self, form: Any, grid: tuple[int, ...], args: tuple, options: dict) -> Any:
         """Compile a call's kernel, reduced to fit the current device; store the reduced arguments and options."""
-        # Gluon kernels are not reduced: portable kernels replace them
+        # do not reduce Gluon kernels: portable kernels replace them
         limit = None if getattr(self.fn, "is_gluon", bool)() else fit.shared_memory()
         made, fitting, fitting_options = fit.compiled(form, grid, args, options, self.loop_tiles, limit)
         changed = {i: new for i, (old, new) in enumerate(zip(args, fitting, strict=True)) if old is not new}

@@ -4,8 +4,8 @@ import triton
 import triton.language as tl
 
 LOG2_E = tl.constexpr(1.4426950408889634)
-# log-decays below this bound are raised to it: exp2 of it is zero in float32 anyway, and larger magnitudes would cost
-# the cumulative sums precision
+# lower bound of log-decays: its exp2 is zero in float32, and larger magnitudes would make cumulative sums less
+# precise
 LOWEST = tl.constexpr(-160.0)
 
 

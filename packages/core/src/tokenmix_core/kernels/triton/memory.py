@@ -27,7 +27,7 @@ def load_vector(p_vector, stride, rows, BT: tl.constexpr):
 
 @triton.jit
 def store_vector(p_vector, b_x, stride, rows, BT: tl.constexpr):
-    """Store the first `rows` of `[BT]` values, `stride` elements apart."""
+    """Store the values with index below `rows` of `b_x [BT]`, `stride` elements apart."""
     o_t = tl.arange(0, BT)
     tl.store(p_vector + o_t * stride, b_x.to(p_vector.dtype.element_ty), mask=o_t < rows)
 
@@ -60,5 +60,5 @@ def column(b_x, INDEX: tl.constexpr):
 
 @triton.jit
 def last_of(b_x, rows, BT: tl.constexpr):
-    """Return the element of `b_x [BT]` at the chunk's last token, of index min(rows, BT) − 1."""
+    """Return the element of `b_x [BT]` at the chunk's last token, whose index is min(rows, BT) − 1."""
     return tl.sum(tl.where(tl.arange(0, BT) == tl.minimum(rows, BT) - 1, b_x, 0.0), 0)

@@ -1,4 +1,4 @@
-"""The precision of float32 MMAs as a constexpr, which kernels can read."""
+"""The precision setting of float32 MMAs as a constexpr, the only form that kernels can read."""
 
 import triton.language as tl
 

@@ -17,7 +17,7 @@ def online_softmax(b_s, b_m, b_l, scale, MASKED: tl.constexpr):
     b_new = tl.maximum(b_m, tl.max(b_s, 1))
     b_top = tl.where(b_new == float("-inf"), 0.0, b_new) if MASKED else b_new
     b_p = tl.exp2(b_s * scale - (b_top * scale)[:, None])
-    # subtract before scaling: for an unchanged maximum a fused multiply-add would give 1 plus a rounding error per tile
+    # subtract before scaling: if the maximum does not change, a fused multiply-add would give 1 plus a rounding error
     b_shrink = tl.exp2((b_m - b_top) * scale)
     return b_p, b_shrink, b_new, b_l * b_shrink + tl.sum(b_p, 1)
 

@@ -13,7 +13,7 @@ from tokenmix_core.chunking import cdiv
 from tokenmix_core.nn.state.layout import Span
 from tokenmix_core.nn.state.parts import Bounds, StatePart, copy_all
 
-# either one token's position in its sequence or a tensor of positions
+# a token's position in its sequence, or a tensor of positions
 Position = TypeVar("Position", int, Tensor)
 
 
@@ -37,11 +37,11 @@ class KVState(StatePart):
         self.heads, self.key_size, self.value_size = heads, key_size, value_size
         self.window, self.sinks = window, sinks if window is not None else 0
         self._stored: tuple[Tensor, Tensor] | None = None
-        # number of slots to allocate at once, if the caller has announced the final length
+        # number of slots to allocate at once if the caller has announced the final length, else 0
         self._expected = 0
 
     def reserve(self, max_length: int) -> None:
-        """Announce `max_length`: the first write then allocates slots for so many tokens."""
+        """Announce `max_length`: the first write then allocates slots for this number of tokens."""
         self._expected = max_length
 
     @property
@@ -131,7 +131,7 @@ class KVState(StatePart):
         before = span.before.unsqueeze(1)
         if self.window is None:
             return torch.where(slots < before, slots, -1)
-        # the newest position below the sequence's length whose token is stored in this slot of the ring
+        # position of the newest token before the call that is stored in this slot of the ring
         turns = (before - 1 - slots).div(self.window, rounding_mode="floor")
         newest = torch.where(slots < self.sinks, slots, slots + turns * self.window)
         return torch.where((newest < before) & (newest >= torch.where(slots < self.sinks, 0, self.sinks)), newest, -1)
@@ -162,7 +162,7 @@ class KVState(StatePart):
         if self._stored is None or self.window is not None:
             super()._move(storage, more)
             return
-        # slots behind the stored tokens need not be copied
+        # copy only slots with tokens
         slots = min(storage[0].shape[1], self.num_slots)
         copy_all([x[:, :slots] for x in self._stored], [x[:, :slots] for x in storage])
         self._stored = storage[0], storage[1]
@@ -198,7 +198,7 @@ class KVState(StatePart):
             self._stored = _grow(keys, k, span.sequences, slots), _grow(values, v, span.sequences, slots)
 
     def _padded(self, needed: int) -> int:
-        """Return how many slots to allocate for `needed`: half as many in addition, up to the announced length."""
+        """Return how many slots to allocate for `needed`: 1.5 times as many, but no more than the announced length."""
         known = self._expected >= needed
         slots = needed if self._stored is None and not known else needed + needed // 2
         slots = cdiv(slots, 64) * 64
@@ -207,7 +207,7 @@ class KVState(StatePart):
 
 def _grow(old: Tensor | None, x: Tensor, batch: int, slots: int) -> Tensor:
     """Return a tensor `[batch, slots, ...]` with x's dtype and device that begins with the slots of `old`."""
-    # zeros, because kernels may load an unwritten slot under a mask, and NaN there would reach the sums
+    # zeros: kernels may load an unwritten slot under a mask, and NaN there would reach the sums
     grown = x.new_zeros(batch, slots, *x.shape[2:])
     if old is not None:
         grown[:, : old.shape[1]] = old

@@ -13,7 +13,9 @@ from tokenmix_core.chunking import cu_seqlens_from_lengths
 
 
 class _once:
-    """A property computed at first use; `cached_property` has a lock in Python 3.11, which breaks torch.compile."""
+    """A property computed at first use, without the lock of Python 3.11's `cached_property`, which breaks
+    torch.compile.
+    """
 
     def __init__(self, fn: Callable[[Any], Any]):
         self.fn, self.__doc__ = fn, fn.__doc__
@@ -29,9 +31,9 @@ class Span:
     """Token layout of one call: N rows of `tokens` tokens each, appended to the sequences in the cache.
 
     Without a mask the call's tensors are dense, `[N, tokens, ...]`. With a mask they are packed, `[1, total, ...]`, and
-    contain no padding. A CUDA graph has fixed shapes, so that padding stays in the tensors (`fixed`). If the call keeps
-    no states, padding is then moved behind the real tokens of its row, `[N, tokens, ...]`, where causal mixers do not
-    see it; otherwise it forms one more sequence at the end of the packed call, whose outputs are discarded.
+    contain no padding. A CUDA graph has fixed shapes, so padding stays in the tensors (`fixed`). If the call keeps no
+    states, padding is moved behind the real tokens of its row, `[N, tokens, ...]`, where causal mixers do not see it.
+    Otherwise padding forms one more sequence at the end of the packed call, whose outputs are discarded.
 
     Args:
         batch: N.
@@ -40,11 +42,10 @@ class Span:
         past: tokens that each sequence holds before the call; an upper bound if `lengths` is given.
         lengths: `[N]` int64, tokens of each sequence before the call; None if all have `past`.
         mask: `[N, tokens]`, True for real tokens; None if all are real.
-        count: tokens stored by earlier calls if `past` includes spare capacity; None if `past` is that number. It needs
-            no synchronisation, so that `Mixer.step_form` may select a variant of a decoding step by it.
-        known: returns `lengths` as Python integers, or None if this would need a synchronisation.
-        fixed: with a mask, give all tensors shapes that do not depend on its values.
-        stateless: whether the call keeps no states.
+        count: tokens stored by earlier calls, if `past` includes spare capacity; None if `past` is this number. The
+        host knows `count` without a synchronisation, so `Mixer.step_form` may select a decoding step's variant by it.
+        known: returns `lengths` as Python integers, or None if this would need a synchronisation. fixed: with a mask,
+        give all tensors shapes that do not depend on its values. stateless: whether the call keeps no states.
     """
 
     def __init__(
@@ -68,9 +69,9 @@ class Span:
         # sequence
         self.aligned = fixed and stateless and mask is not None
         self.fixed = fixed and not stateless and mask is not None
-        # True if the only token of the mask is a dummy, because the batch has no real token; see `with_dummy`
+        # True if the only token in the mask is a dummy, for a batch without real tokens (`with_dummy`)
         self.empty = False
-        # sequences that have a state during the call: those of the batch and, if `fixed`, the one of padding
+        # number of sequences with a state during the call: those of the batch and, if `fixed`, the sequence of padding
         self.sequences = batch + 1 if self.fixed else batch
         self._written: dict[tuple[int | None, int], tuple[Tensor, Tensor, Tensor]] = {}
         self._fills: dict[int, tuple[Tensor, Tensor]] = {}
@@ -141,14 +142,16 @@ class Span:
 
     @_once
     def _counts(self) -> Int[Tensor, "N"]:
-        """Number of tokens that each sequence has in the call."""
+        """Number of tokens of each sequence in this call."""
         assert self.mask is not None
         counts = self.mask.sum(1)
         return torch.cat((counts, (~self.mask).sum().unsqueeze(0))) if self.fixed else counts
 
     @_once
     def index(self) -> Int[Tensor, "total"]:
-        """Index of each real token in the flattened `[N · tokens]`; waits for the device, unless `fixed`."""
+        """Index of each real token in the flattened `[N · tokens]`; waits for the device unless the layout is
+        `fixed`.
+        """
         assert self.mask is not None
         if self.aligned:
             order = (~self.mask).to(torch.uint8).argsort(dim=1, stable=True)
@@ -226,7 +229,7 @@ class Span:
             if window is not None and self.tokens > 1:
                 last = (positions >= self.after[rows] - window) | (positions < sinks)
             if self.fixed:
-                # tensors of fixed shape: tokens not to be stored are written to the padding's sequence, which no call
+                # shapes must be fixed: tokens not to be stored are written to the sequence of padding, which no call
                 # reads
                 wanted = rows < self.batch if last is None else last & (rows < self.batch)
                 rows, positions = torch.where(wanted, rows, self.batch), torch.where(wanted, positions, 0)

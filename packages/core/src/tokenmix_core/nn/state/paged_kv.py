@@ -15,12 +15,12 @@ from tokenmix_core.nn.state.parts import Bounds, StatePart, TensorState, copy_al
 from tokenmix_core.ops import paged_attention_decode
 from tokenmix_core.ops.types import AttentionOutput, Impl
 
-# the number of columns of a page table is a multiple of this, so that few shapes occur and kernels compile once
+# a page table has a multiple of this number of columns, so that few shapes occur and kernels compile once
 _COLUMNS = 16
 
 
 class Pages(NamedTuple):
-    """Upper bounds of the number of pages in use.
+    """Upper bounds of the number of pages in use, of a row and of a head.
 
     Attributes:
         row: pages used by all heads of a row, for the row with the most.
@@ -137,7 +137,7 @@ class PagedKVState(StatePart):
         self._bound = self._in_use()
         at = self.table[:, :, : self._bound.head].long()
         rows = torch.arange(len(at), device=at.device).view(-1, 1, 1)
-        # page indices beyond a list's end may be stale and exceed the pool, so they are clamped
+        # clamp page indices: beyond a list's end they may be stale and exceed the pool
         keys, values = (x[rows, at.clamp(max=x.shape[1] - 1)].flatten(2, 3) for x in (self.keys, self.values))
         return keys, values
 
@@ -162,7 +162,7 @@ class PagedKVState(StatePart):
         self._reset_bounds()
 
     def snapshot(self) -> StatePart:
-        """Return a copy of the lengths only: later tokens take other pages, so that the stored tokens do not change."""
+        """Return a copy of the lengths only: later tokens take other pages, so the stored tokens do not change."""
         held = TensorState(self.heads, dtype=torch.int32)
         held.value = None if self._stored is None else self.lengths.clone()
         return held
@@ -185,7 +185,7 @@ class PagedKVState(StatePart):
         super().loosen()
 
     def bounds(self, seq_len: int, batch_size: int, dtype: torch.dtype) -> Bounds:
-        """Return the bytes if heads retain no token (least) and if they retain all (most), without page tables."""
+        """Return the bytes if heads retain no token (minimum) and if they retain all (maximum), without page tables."""
         token = self.heads * (self.key_size + self.value_size) * dtype.itemsize
         return Bounds(0, batch_size * (seq_len * token + self.heads * torch.int32.itemsize))
 
@@ -224,7 +224,9 @@ class PagedKVState(StatePart):
         self._stored = self._runs(k, *source), self._runs(v, *source), table, self.page * taken
 
     def _taken(self, counts: Tensor, number: Tensor) -> tuple[Tensor, Tensor]:
-        """Return run (of `page` tokens) and head of the `number`-th run, from 1, that a row takes, or of its last."""
+        """Return, for a row's `number`-th taken run (from 1), its index among the runs and its head; at most its last
+        run.
+        """
         source, runs = torch.searchsorted(counts, number.minimum(counts[:, -1:])), counts.shape[1] // self.heads
         return source % runs, source // runs
 
@@ -290,7 +292,7 @@ class PagedKVState(StatePart):
         # every head may take all `more` tokens
         spare = self.heads * most
         needed = Pages(used.row + spare, max(used.head + most, longest))
-        # a tenth more, but not more than if every head retained all tokens
+        # a tenth more, but no more than if every head retained all tokens
         row = max(needed.row, min(used.row + used.row // 10, self.heads * longest)) if most else used.row
         if not (_fits(needed, have) and have.row <= row):
             self._reallocate(Pages(row, max(have.head, needed.head)))
@@ -301,7 +303,7 @@ class PagedKVState(StatePart):
             return
         used, most = self._in_use(), cdiv(more, self.page)
         keys, values, table, lengths = storage
-        # `more` may exceed the number of tokens that sequences will get, so that one free page of each head suffices
+        # sequences may get fewer tokens than `more`, so one free page for each head suffices
         row, head = used.row + self.heads * min(most, 1), used.head + most
         if row >= keys.shape[1] or head >= table.shape[2]:
             raise ValueError(f"the storage has {keys.shape[1] - 1} pages of a row, {row} are needed")

@@ -15,7 +15,7 @@ from tokenmix_core.nn.state.layout import Span
 
 
 class Bounds(NamedTuple):
-    """Least and most bytes of a state; equal if its size does not depend on data."""
+    """Minimum and maximum bytes of a state; equal if its size does not depend on data."""
 
     least: int
     most: int
@@ -31,7 +31,7 @@ class StatePart:
     """One part of a layer's state: `TensorState`, `KVState`, `RaggedKVState`, `PagedKVState`, or the mixer's own.
 
     Attributes:
-        window: number of last tokens kept; None if a token's age does not remove it.
+        window: number of last tokens kept; None if tokens are not dropped by age.
         keeps_tokens: whether the state stores single tokens, as a KV cache does.
         fixed: whether the tensors keep their addresses between decoding steps; see `fix`.
     """
@@ -113,7 +113,7 @@ class StatePart:
             return
         gathered = []
         for i, like in enumerate(written.tensors):
-            # sequences of other lengths have fewer slots, which are filled up with zeros, as kernels may load unwritten
+            # sequences of other lengths have fewer slots: add slots of zeros, because kernels may load unwritten
             # slots
             sizes = [max(n) for n in zip(*(x[i].shape[1:] for x, _ in held if x), strict=True)]
             target, start = like.new_zeros(sum(len(rows) for _, rows in held), *sizes), 0
@@ -133,7 +133,7 @@ class StatePart:
         raise undefined(self, "clear()", "which drops all contents")
 
     def bounds(self, seq_len: int, batch_size: int, dtype: torch.dtype) -> Bounds:
-        """Return the least and most bytes of the state of `batch_size` sequences of `seq_len` tokens."""
+        """Return the minimum and maximum bytes of the state of `batch_size` sequences of `seq_len` tokens."""
         raise undefined(
             self, "bounds(seq_len, batch_size, dtype)", "which returns the least and most bytes of the state"
         )
@@ -144,7 +144,7 @@ class StatePart:
 
     @property
     def allocated(self) -> int:
-        """Bytes of allocated memory."""
+        """Number of bytes of allocated memory."""
         raise undefined(self, "allocated", "the property that holds the bytes of memory taken")
 
 

@@ -14,7 +14,7 @@ from tokenmix_core.ops.types import AttentionOutput, Impl
 
 
 def first_taken(take: Bool[Tensor, "N H C"], most: int) -> tuple[Int[Tensor, "N H most"], Int[Tensor, "N H"]]:
-    """Return the indices of the first `most` of C ≥ 1 tokens that each head takes, and the number of all that it takes.
+    """Return for each head the indices of the first `most` tokens it takes of C ≥ 1, and the number of all it takes.
 
     A head that takes fewer than `most` tokens gets its last index repeatedly; one that takes none gets index 0.
     """

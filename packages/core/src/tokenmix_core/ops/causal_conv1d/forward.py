@@ -255,9 +255,7 @@ def short_conv_steps_kernel(
     W: tl.constexpr, BD: tl.constexpr, SILU: tl.constexpr,
     PDL: tl.constexpr = False,
 ):  # fmt: skip
-    """Run `short_conv_steps`: one token, BD channels of a sequence, one of three inputs (the third may have 0
-    channels).
-    """
+    """Run `short_conv_steps`: one token, BD channels of a sequence, one of three inputs; the third may be absent."""
     gdc_launch_and_wait(PDL)
     i_b, i_d = tl.program_id(0).to(tl.int64), tl.program_id(1)
     n0, n1 = tl.cdiv(D0, BD), tl.cdiv(D1, BD)

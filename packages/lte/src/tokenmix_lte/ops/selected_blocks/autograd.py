@@ -68,7 +68,7 @@ def _forward(x: Inputs) -> tuple[Tensor, Tensor]:
 def _keep(*inputs) -> tuple[Tensor, ...]:
     """Compute o, the log-sum-exp, and the tensors of all lists, which eager mode saves for the backward pass.
 
-    Under torch.compile, the shapes of the lists would break the graph, so that the backward pass makes the lists again.
+    Under torch.compile the backward pass makes the lists again, because their shapes would break the graph.
     """
     x = Inputs(*inputs)
     o, lse = _outputs(x.q, x.v)

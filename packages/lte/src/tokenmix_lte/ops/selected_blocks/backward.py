@@ -1,4 +1,4 @@
-"""The backward kernels: gradients of a block of keys, and partial gradients of the queries that list this block.
+"""Triton backward kernels: gradients of a block of keys, and partial gradients of the queries that list this block.
 
 Scores are computed again, once for all three gradients. Each split of a block's list stores partial sums of dk and dv,
 and each pair of a query and a block a partial dq; two further kernels add these up in a fixed order.
@@ -56,7 +56,7 @@ def row_gradients(b_dk, b_dv, t, block, split, i, S, scale, c, MASKED: tl.conste
     o_l = b_g.to(tl.int64) * t.s_lh + b_t
     b_lse = tl.load(t.p_lse + o_l) * LOG2_E
     b_delta = tl.load(t.p_delta + o_l)
-    # rows of a score tile are keys, so that no MMA has a transposed result of another MMA as operand
+    # rows of a score tile are keys: no MMA then needs the transposed result of another MMA as operand
     b_pt = tl.exp2(tl.dot(block.k, tl.trans(b_q), input_precision=c.PRECISION) * scale - b_lse[None, :])
     if MASKED:
         o_k = tl.arange(0, block.k.shape[0])

@@ -1,8 +1,8 @@
-"""The forward kernels: partial attention of the queries that list a block of keys, and the combination per query.
+"""Triton forward kernels: partial attention of the queries that list a block of keys, then the sum for each query.
 
 A program holds the keys and values of a block, and loops over a split (a part) of the block's list. A row of a tile is
-one query and one head of its group, so that any number of heads fills a tile. The partial outputs of a query for its
-blocks are combined by their log-sum-exps, as in split-KV decoding.
+one query and one of the query heads that share the keys, so any number of heads fills a tile. The partial outputs of a
+query for its blocks are combined by their log-sum-exps, as in split-KV decoding.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tokenmix_lte.ops.selected_blocks.plan import pairs_per_split, query_runs, t
 
 # compile-time sizes, and the precision of MMAs
 Constants = namedtuple("Constants", "G K V BM BK BV PRECISION")
-# keys and values of a block, and the index of the query at its first key among the queries of this launch
+# keys and values of a block; `row`: the query at the block's first key, counted among the queries of this launch
 Block = namedtuple("Block", "k v row")
 # the pairs `low` … `high − 1` in the list of a block
 Split = namedtuple("Split", "listed low high")
@@ -118,7 +118,7 @@ def _partial_forward(
         q + i_b * s_qb + i_h * G * s_qh, part_o + (i_b * H + i_h) * T * S * G * V,
         part_lse + (i_b * H + i_h) * T * S * G, s_qt, s_qh,
     )  # fmt: skip
-    # tiles `clear` … `full − 1` have only valid rows that see the whole block
+    # row tiles `clear` … `full − 1` have only valid rows that see the whole block
     clear = tl.cdiv(tl.minimum(tl.maximum(inside - low, 0), high - low) * G, BM)
     full = tl.maximum((high - low) * G // BM, clear)
     for i in range(clear, full):
@@ -199,7 +199,7 @@ def combine_outputs(part_o, part_lse, lists: Lists, o: Tensor, lse: Tensor, *, S
 
 
 def lists_of(q, k, blocks, run: slice, cu_seqlens, block_size: int) -> Lists:
-    """Return, for the queries in the slice `run`, the lists of which of them selected each block."""
+    """Invert `blocks` for the queries in the slice `run`: list for each block the queries that selected it."""
     H = k.shape[2]
     return make_lists(
         blocks[:, run], cu_seqlens, first=run.start, TQ=q.shape[1], TK=k.shape[1],

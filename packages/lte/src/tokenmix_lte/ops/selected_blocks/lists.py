@@ -1,9 +1,9 @@
 """Invert the queries' lists of blocks: for each block of keys, list the queries that list it, without atomics.
 
-A **pair** is an entry of `blocks`: a query and one of its blocks. A run is a number of consecutive pairs; each of them
-is ranked among the pairs of its run with the same block. The prefix sum of the counts of all runs, block after block,
-gives the index of each pair in one array with all lists. The CPU reads no result: sizes of buffers are upper bounds.
-The list of a block is divided into **splits** of P pairs, one for each program.
+A **pair** is an entry of `blocks`: a query and one of its blocks. A **run** is a fixed number of consecutive pairs.
+Each pair gets its rank among the pairs of its run with the same block. The prefix sum of the counts of all runs, block
+after block, gives the index of each pair in one array with all lists. The CPU reads no result: sizes of buffers are
+upper bounds. The list of a block is divided into **splits** of P pairs, one for each program.
 """
 
 from __future__ import annotations
@@ -124,14 +124,15 @@ def _find_slots(
 @cached_launch
 @triton.jit
 def _rank_pairs(slots, ranks, counts, pairs, U, runs, RUN: tl.constexpr, BJ: tl.constexpr):
-    """Count, for each pair, the earlier pairs of its run with the same block; for each block, its pairs in the run."""
+    """Rank each pair among the pairs of its run with the same block; count each block's pairs in the run."""
     i_bh = (tl.program_id(0) // runs).to(tl.int64)
     i_run = tl.program_id(0) % runs
     p_slot = slots + i_bh * pairs + i_run * RUN
     rest = pairs - i_run * RUN
     o_e = tl.arange(0, RUN)
     b_slot = tl.load(p_slot + o_e, mask=o_e < rest, other=-1)
-    # the lower 16 bits count the pairs before a pair, the upper bits all pairs; columns are summed only at the end
+    # one integer has two counts: its lower 16 bits the pairs before a pair, its upper bits all pairs; columns are
+    # summed only at the end
     b_count = tl.zeros([RUN, BJ], tl.int32)
     for i in range(0, RUN, BJ):
         o_j = i + tl.arange(0, BJ)
@@ -176,7 +177,8 @@ def _assign_splits(
     begin = tl.load(p_sum - 1, mask=i_r > 0, other=0)
     end = tl.load(p_sum + runs - 1)
     tl.store(ends + i_r, end)
-    # pairs whose query lies in the block come first and need a mask; their number is rounded up to whole runs
+    # pairs whose query lies in the block come first in its list and need a mask; their number is rounded up to whole
+    # runs
     _, _, _, row = block_of(i_r % U, TK, TQ, first, N, cu_seqlens, BLOCK, PACKED)
     stop = tl.minimum(tl.maximum(row + BLOCK, 0), T) * S
     inside = tl.load(p_sum + tl.maximum(stop - 1, 0) // RUN) - begin
@@ -198,7 +200,7 @@ def make_lists(
     owners = blocks.new_empty(B * H * pairs // split + B * H * U, dtype=torch.int32)
     N, packed = 0 if cu_seqlens is None else len(cu_seqlens) - 1, cu_seqlens is not None
     ends, masked = (blocks.new_empty(B * H * U, dtype=torch.int32) for _ in range(2))
-    # in packed rows, comparing each pair with all boundaries of sequences takes many registers
+    # smaller tiles for packed rows: comparing each pair with all sequence boundaries takes many registers
     elements = _ELEMENTS if N == 0 else _ELEMENTS // 4
     _find_slots[(B * H * cdiv(pairs, elements),)](
         blocks=blocks, slots=slots, cu_seqlens=cu_seqlens,

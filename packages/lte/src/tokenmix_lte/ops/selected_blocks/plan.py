@@ -1,4 +1,4 @@
-"""How the kernels' work is divided: slices of queries that fit in the workspace, pairs per program, and tiles."""
+"""Division of the kernels' work: slices of queries that fit in the workspace, pairs per program, and tiles."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tokenmix_core.chunking import cdiv, next_power_of_2
 
-# number of rows (one query and head each) in a split, so many that loading a block of keys costs little
+# rows (one query and head each) in a split: a number so large that loading a block of keys costs little in comparison
 _SPLIT_ROWS = 4096
 # maximum bytes of workspace for partial outputs, partial gradients of queries, or probabilities of blocks
 _MAX_WORKSPACE = 1 << 31
@@ -51,8 +51,8 @@ def limit(K: int, V: int, block_size: int | None, q: Tensor) -> str | None:
 def pairs_per_run(U: int) -> int:
     """Return the number of consecutive (query, block) pairs in a run, which one program ranks; a row has U blocks.
 
-    For each pair, a program compares it with each pair of its run, and reads one count from each of the row's U /
-    `pairs_per_run` runs, at most 8 for U ≤ 4,096.
+    A program compares each pair with all pairs of its run, and reads one count from each of the row's U /
+    `pairs_per_run` runs, which are at most 8 for U ≤ 4,096.
     """
     return min(512, max(128, next_power_of_2(U) // 8))
 

@@ -1,6 +1,6 @@
 """Attention to listed blocks, and their selection, in eager PyTorch, on any device, up to float64: the specification.
 
-Some queries at a time attend to all keys under a mask, so that memory is linear in the length and work is quadratic.
+A slice of queries at a time attends to all keys under a mask: memory is linear in the length, and work is quadratic.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def block_attention_reference(
     queries = sequence_positions(TQ, cu_seqlens, q.device, shift=TK - TQ)
     keys = sequence_positions(TK, cu_seqlens, q.device)
     size, found = max(16, _RUN_SCORES // max(1, B * HQ * TK)), []
-    # one additional block collects the entries that are no valid block
+    # one additional block collects the entries of `blocks` that name no valid block
     C = cdiv(TK, block_size)
     listed = torch.where((blocks >= 0) & (blocks < C), blocks, C).long()
     for i in range(0, TQ, size):
@@ -107,19 +107,19 @@ def most_attended(
     own: Int[Tensor, "... 1"],
     count: int,
 ) -> Int[Tensor, "*T H count"]:
-    """Select blocks by attention; `own` is each query's own block, `block` the block of each score, in one sequence.
+    """Select the most attended blocks; `own` is each query's own block, `block` the block to which each score belongs.
 
     `block` and `own` broadcast over the first dimensions; blocks below 0 or above `own` are never selected.
     """
     p = (scores - lse.unflatten(-1, scores.shape[-3:-1]).unsqueeze(-1)).exp()
     block, own = block.unsqueeze(-2), own.unsqueeze(-2)
     before: Bool[Tensor, "*T 1 U"] = (block >= 0) & (block < own)
-    # the probabilities of blocks that a query does not see may overflow
+    # blocks that a query does not see get 0, because their exponentials may overflow
     p = torch.where(before.unsqueeze(-2), p, 0.0).sum(-2)
     forced = (block == 0) | (block == own) | (block == own - 1)
     rank = torch.where(forced, torch.inf, torch.where(before, p, -1.0))
     rank = torch.where((block >= 0) & (block <= own), rank, -1.0)
-    # the sort is stable, so that of two blocks with equal attention the lower one comes first
+    # a stable sort: of two blocks with equal attention, the lower one comes first
     order = rank.sort(dim=-1, descending=True, stable=True)
     last = torch.iinfo(torch.int32).max
     chosen = block.to(torch.int32).expand_as(order.indices).gather(-1, order.indices)

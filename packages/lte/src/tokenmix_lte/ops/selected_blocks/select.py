@@ -3,9 +3,9 @@
 Each query always selects the first block, its own block and the one before its own; these are at the ends of a list.
 The other selected blocks, at most `count` − 3, come from the **candidates**: blocks 1 … own − 2.
 
-The kernels share an int32 buffer in which _QUERIES queries are interleaved. A query has the probabilities of W blocks
-as float32 bits, whose order is that of the values, then the S best blocks so far, then the bits of these blocks'
-probabilities.
+The kernels share an int32 buffer in which _QUERIES queries are interleaved. It has for each query the probabilities of
+W blocks, then the S best blocks so far, then these blocks' probabilities. Probabilities are stored as the bits of a
+float32, which sort like the values.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ _BLOCKS = 64
 _TILES = {2: (128, 4), 4: (32, 8)}
 # number of queries whose probabilities for the same block are adjacent in memory
 _QUERIES = tl.constexpr(8)
-# number of probabilities that a warp holds at a time, and number of those that belong to one query
+# number of probabilities that a warp holds at a time, and how many of them belong to one query
 _WARP_ELEMENTS, _QUERY_ELEMENTS = 1024, 128
-# limit of registers per thread, which raises the occupancy
+# limit of registers per thread: more programs then fit on an SM
 _MAX_REGISTERS = 128
-# first step, in float32 bits, of the search below the greatest probability: an eighth of a power of two
+# first step of the search down from the greatest probability, in float32 bits: one eighth of a power of two
 _FIRST_STEP = tl.constexpr(1 << 20)
 
 
@@ -76,7 +76,7 @@ def _score_blocks(
     i_x = tl.program_id(0) // parts
     i_bh = (i_x // tiles).to(tl.int64)
     i_b, i_h = i_bh // H, i_bh % H
-    # the last queries, which have the most candidates, start first: this shortens the end of the kernel
+    # start with the last queries, which have the most candidates: this shortens the tail of the kernel
     t = (tiles - 1 - i_x % tiles) * BQ
     o_q = t + tl.arange(0, BQ)
     b_own, b_slot = _own_blocks(first + tl.minimum(o_q, T - 1), N, cu_seqlens, BLOCK, PACKED)
@@ -91,13 +91,13 @@ def _score_blocks(
         p_q = q + i_b * s_qb + i_h * G * s_qh + o_t.to(tl.int64) * s_qt + o_g * s_qh
         b_q = tl.load(p_q[:, None] + o_d[None, :], mask=m_r[:, None] & (o_d < K)[None, :], other=0.0)
         p_lse = lse + i_b * s_lb + o_t.to(tl.int64) * s_lt + (i_h * G + o_g) * s_lh
-        # a weight of 0 for invalid rows
+        # lse = ∞ gives invalid rows a weight of 0
         b_lse = tl.load(p_lse, mask=m_r, other=float("inf")) * LOG2_E
         p_a = _query_pointers(attention, i_bh, t, T, W + 2 * S, BQ)
         for i in range(begin, end, BC):
             b_k = load_tile(pooled + i_b * s_kb + i_h * s_kh, i, U, s_kt, K, BC, BK, True)
             b_s = tl.dot(b_k, tl.trans(b_q), input_precision=PRECISION) * scale
-            # the sum may overflow for blocks that a query does not see
+            # this sum may overflow for blocks that a query does not see
             b_p = tl.sum(tl.reshape(tl.exp2(b_s - b_lse[None, :]), [BC, GROUP, BQ]), 1)
             b_p = tl.where(b_p < float("inf"), b_p, float("inf")).to(tl.int32, bitcast=True)
             o_c = i + tl.arange(0, BC)[:, None] - b_slot[None, :]
@@ -174,7 +174,7 @@ def _select_blocks(
         if CARRIED:
             tl.debug_barrier()
             m_best = o_w < b_found[:, None]
-            # the second condition is implied by the first, but lets the compiler drop loads
+            # `o_w < S` follows from `m_best`, but lets the compiler drop loads
             b_c = tl.load(p_b + o_w * _QUERIES, mask=m_best & (o_w < S), other=0)
             o_c = tl.where(o_w < S, b_c, o_c)
             m_c = tl.where(o_w < S, m_best, m_c)
@@ -183,12 +183,12 @@ def _select_blocks(
         b_bound, b_reach = _greatest(b_x, b_found + b_after - b_before, b_need)
         b_bound = b_bound[:, None]
         if tl.max(b_reach - b_need, 0) > 0:
-            # of several blocks whose probability equals the bound, select the lower ones
+            # of several blocks whose probability equals the bound, select the lower blocks
             b_above = tl.sum((b_x > b_bound).to(tl.int32), 1)
             b_first = tl.where(b_x == b_bound, W - o_c, -1)
             b_last, _ = _greatest(b_first, b_reach - b_above, b_need - b_above)
             b_x = tl.where((b_first >= 0) & (b_first < b_last[:, None]), -1, b_x)
-        # compact: the selected blocks of a lane are stored behind those of the previous lane
+        # compact the list: a lane stores its selected blocks after those of the previous lane
         m_best = b_x >= b_bound
         b_one = tl.reshape(m_best.to(tl.int32), [BQ, BW // L, L])
         b_lane = tl.sum(b_one, 1)
@@ -198,7 +198,7 @@ def _select_blocks(
         if CARRIED:
             tl.store(p_best + S * _QUERIES, b_x, mask=m_best)
     tl.debug_barrier()
-    # sort the selected candidates between the fixed blocks
+    # sort the selected candidates and store them between the fixed blocks
     o_s = tl.arange(0, BS)[None, :]
     b_end = tl.minimum(b_own + 1, count)
     m_s = (o_s > 0) & (o_s <= b_most[:, None])
@@ -225,8 +225,8 @@ def select_blocks_kernel(q, pooled, lse, blocks, cu_seqlens, *, block_size, shif
     for run in runs(TQ, B * H * (columns(TQ) + 2 * S) * 4):
         T, W = run.stop - run.start, columns(run.stop)
         b_q, b_lse, b_blocks = q[:, run], lse[:, run], blocks[:, run]
-        # misaligned by 4 bytes on purpose, to prevent 16-byte loads: with them a thread would hold four adjacent
-        # queries and fewer entries of each, so that more threads would take part in the reduction for a query
+        # misaligned by 4 bytes on purpose: a 16-byte load would give a thread four adjacent queries and fewer entries
+        # of each, so that more threads would take part in each query's reduction
         attention = blocks.new_empty(1 + B * H * cdiv(T, side) * side * (W + 2 * S))[1:]
         shared = dict(
             attention=attention, cu_seqlens=cu_seqlens, T=T, H=H, N=0 if cu_seqlens is None else len(cu_seqlens) - 1,

@@ -1,4 +1,4 @@
-"""The layer without its projections as one operation, for tokens of both modes: checks, and selection of kernels."""
+"""The steps between an Oryx layer's projections as one operation, for tokens of both modes: checks and dispatch."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ def mix(
         ATTENTION.require(op, rows.device, rows.dtype, f"takes head sizes of 64 and 128, got {E // H}")
     from tokenmix_oryx.ops.mixing import autograd
 
-    # angles that are equal for all sequences are stored only once
+    # angles that are equal for all sequences are stored once, for one sequence
     cos, sin = (x.flatten(0, 1).contiguous() for x in rotation)
     flags = {name: x for name, x in options._asdict().items() if name != "heads"}
     return autograd.mix(*autograd.Inputs(**given, cos=cos, sin=sin, **flags, impl=chosen))[0]

@@ -13,7 +13,7 @@ from tokenmix_core.ops import delta_rule_autograd as delta_rule
 from tokenmix_core.ops import ssd_autograd as ssd
 from tokenmix_oryx.ops.selected_queries.autograd import CAUSAL
 
-# number of differentiable inputs, which come first, and number of tensors, which precede all other inputs
+# the first _DIFFERENTIABLE inputs are differentiable; the first _TENSORS inputs are tensors, all others are options
 _DIFFERENTIABLE, _TENSORS = 8, 13
 
 
@@ -110,7 +110,7 @@ def _linear_forward(q, k, v, *, g, dt, D, beta, cu_seqlens, impl) -> tuple[Tenso
 
 
 def _linear_backward(q, k, v, *, g, dt, D, beta, cu_seqlens, saved, do, impl) -> tuple[Tensor | None, ...]:
-    """Return dq, dk, dv, dg, dΔ, dD and dβ; a gradient is None if the linear mixer has no such input."""
+    """Return dq, dk, dv, dg, dΔ, dD and dβ of the linear mixer; None for an input that it does not have."""
     K = q.shape[-1]
     if beta is None:
         q, k, v, do = _padded_heads(q, k, v, do)
@@ -175,7 +175,7 @@ def _forward(x: Inputs) -> Outputs:
         o_attention=o.view(-1, E), o_linear=o_linear.view(-1, E), gate=gate.view(-1, E), weight=x.norm_weight,
         attends=x.attends, last=_last(x), groups=x.groups, eps=x.eps, before=x.gate_before,
     )  # fmt: skip
-    # the outputs of custom ops must be distinct tensors
+    # fields without a tensor get distinct empty ones, because outputs of custom ops must be distinct tensors
     k_plain, beta, saved_0, saved_1 = (
         x.rows.new_empty(0) if t is None else t for t in (k_plain, beta, *(saved or (None, None)))
     )
@@ -216,7 +216,7 @@ def _(x: Inputs) -> Outputs:
 @retried
 @of_fields
 def _backward(given: BackwardInputs) -> list[Tensor]:
-    """Return gradients of those of the first eight inputs that are not None; runs the forward's steps in reverse."""
+    """Return the gradients of those of the first eight inputs that are not None, by the forward's steps in reverse."""
     from tokenmix_core.ops import attention_backward
     from tokenmix_oryx.ops.mixing.output import output_backward
     from tokenmix_oryx.ops.mixing.queries import queries_backward
@@ -282,7 +282,7 @@ def _save(ctx, inputs, output) -> None:
 def _gradients(ctx, dy, *_):
     if dy is None:
         return (None,) * len(Inputs._fields)
-    # read saved_tensors only once, because gradient checkpointing computes them again at each access
+    # read `saved_tensors` once only: under gradient checkpointing every access computes the tensors again
     saved = ctx.saved_tensors
     grads = iter(mix_backward(*saved[:_TENSORS], *ctx.options, *saved[_TENSORS:], dy))
     found = (None if t is None else next(grads) for t in saved[:_DIFFERENTIABLE])

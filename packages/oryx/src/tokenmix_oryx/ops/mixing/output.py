@@ -1,4 +1,4 @@
-"""One kernel that selects each token's output by its mode and applies gate and norm, and its backward kernel."""
+"""A kernel that selects each token's output by its mode and applies gate and norm, and its backward kernel."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from tokenmix_oryx.ops.mixing.queries import rows_before_padding, silu_gradient
 
 # number of tokens per program in the forward
 TOKENS = 1
-# attention's backward multiplies all rows of a tile with a token in attention mode, so that the gradients of the tile's
-# other rows must be finite; a tile has at most REACH + 1 queries
+# attention's backward multiplies all rows of a tile that holds a token in attention mode, so the gradients of the
+# tile's other rows must be finite; a tile has at most REACH + 1 queries
 REACH = 127
 
 
 @triton.jit
 def column(b_x, BG: tl.constexpr):
-    """Broadcast a scalar to a column `[BG, 1]`, because Triton 3.9's interpreter accepts no scalars in masks."""
+    """Broadcast a scalar to a column `[BG, 1]`: Triton 3.9's interpreter does not accept scalars as masks."""
     return tl.zeros([BG, 1], tl.int32) + b_x
 
 
 @triton.jit
 def load_output(o_attention, o_linear, o_x, m_a, m_x):
-    """Load in float32 the output of attention if m_a (attention mode) is True, else that of the linear mixer."""
+    """Load a token's output in float32: attention's if m_a (attention mode) is True, else the linear mixer's."""
     b_o = tl.load(o_attention + o_x, mask=m_x & m_a, other=0.0).to(tl.float32)
     return b_o + tl.load(o_linear + o_x, mask=m_x & (m_a == 0), other=0.0).to(tl.float32)
 
@@ -72,7 +72,7 @@ def _output_backward(
     b_w = tl.load(weight + o_d, mask=m_d, other=0.0).to(tl.float32)
     b_dw = tl.zeros([BG, BS], tl.float32)
     first = tl.program_id(0) * tokens
-    # True for rows whose gradients attention's backward may read: a token in attention mode lies within REACH
+    # True for rows that attention's backward may read: a token in attention mode lies within REACH rows
     o_near = first - REACH + tl.arange(0, BN)
     m_near = (o_near >= 0) & (o_near < tl.minimum(first + tokens + REACH, N))
     near = column(tl.max((tl.load(attends + o_near, mask=m_near, other=0) != 0).to(tl.int32), 0), BG) != 0
@@ -87,7 +87,7 @@ def _output_backward(
         b_z = tl.load(gate + i_t * stride_gate + o_d, mask=m_i, other=0.0).to(tl.float32)
         b_o = load_output(o_attention, o_linear, o_x, m_a, m_i)
         b_gate = b_z * tl.sigmoid(b_z)
-        # y = c û, where û is the normalised u; the gate is a factor of c, or of u if it acts before the norm
+        # y = c û, where û is the normalised u; the gate is a factor of c or, if it acts before the norm, of u
         b_c = b_dy
         b_u = b_o
         if BEFORE:

@@ -1,4 +1,4 @@
-"""One kernel that gathers both modes' queries in token order, activates and rotates them, and its backward kernel."""
+"""A kernel that gathers both modes' queries in token order, activates and rotates them, and its backward kernel."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def _queries_backward(
     o_t, o_row, m_a, b_cos, b_sin = locate_tokens(row_ids, attends, cos, sin, N, groups, angles, HALF, BT)
     for i in tl.static_range(HEADS):
         o_d, m_x = locate_head(i, o_t, N, H, groups, K, HEADS)
-        # each row gets only the gradient of its own mode; rows of padding get 0
+        # each row gets only the gradient of its token's mode; rows of padding get 0
         m_d = m_x
         if last is not None:
             m_d &= (o_t < rows_before_padding(last, N))[:, None]
@@ -146,7 +146,7 @@ def queries_forward(
 def queries_backward(
     *, rows, row_ids, attends, cos, sin, dq_attention, dq_linear, last, H: int, **modes: bool
 ) -> Tensor:  # fmt: skip
-    """Return the gradient of `rows`; each of the two gradients of q is used only in the rows of its mode.
+    """Return the gradient of `rows`; of the two gradients of q, each row uses the one of its token's mode.
 
     `last` points to the last boundary of a packed batch; for other batches it is None.
     """

@@ -1,4 +1,4 @@
-"""Decay g, step Δ and β of each token and head, computed from their projections, and the backward."""
+"""Decay g, step Δ and write strength β of each token and head, computed from their projections; and the backward."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ BT = 64
 
 @triton.jit
 def softplus(b_x):
-    """Return log(1 + e^x), also precise if e^x is small."""
-    # log(1 + e), with a correction for the rounding of 1 + e
+    """Return log(1 + e^x), precise even if e^x is small."""
+    # log(1 + e) with e = exp(−|x|), plus a correction for the rounding of 1 + e
     b_e = tl.exp(-tl.abs(b_x))
     b_u = 1.0 + b_e
     b_log = tl.where(b_u == 1.0, b_e, tl.log(b_u) * (b_e / tl.where(b_u == 1.0, 1.0, b_u - 1.0)))
@@ -71,7 +71,7 @@ def _rates_backward(
         b_beta = tl.sigmoid(tl.load(p_x + H, mask=m_g, other=0.0).to(tl.float32))
         b_dbeta = tl.load(dbeta + o_g, mask=m_g, other=0.0).to(tl.float32) * b_beta * (1.0 - b_beta)
         tl.store(p_dx + H, b_dbeta.to(dx.dtype.element_ty), mask=m_x)
-    # set the gradient of the shared projection's padding columns to 0
+    # the shared projection's padding columns get a gradient of 0
     o_r = tl.arange(0, BR)
     p_rest = dx + o_t[:, None] * stride_dx + o_r[None, :]
     tl.store(p_rest, tl.zeros([BT, BR], dx.dtype.element_ty), mask=m_t & ((o_r >= used) & (o_r < R))[None, :])

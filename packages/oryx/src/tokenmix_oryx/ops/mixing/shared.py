@@ -1,4 +1,4 @@
-"""One kernel for convolution, SiLU and rotation of keys or values, which both mixers use, and its backward kernel."""
+"""A kernel that convolves keys or values, with SiLU, and rotates keys, for both mixers; and its backward kernel."""
 
 # Triton does not support starred tuples
 # ruff: noqa: RUF005
@@ -74,7 +74,7 @@ def _shared_forward(
 
 @triton.jit
 def load_sum(p_attention, p_linear, o_x, m_x, BOTH: tl.constexpr):
-    """Load attention's gradient in float32; with BOTH, add the gradient of the linear mixer."""
+    """Load the gradient from attention in float32; with BOTH, add that from the linear mixer."""
     b_sum = tl.load(p_attention + o_x, mask=m_x, other=0.0).to(tl.float32)
     if BOTH:
         b_sum += tl.load(p_linear + o_x, mask=m_x, other=0.0).to(tl.float32)
@@ -91,7 +91,7 @@ def _shared_backward(
     """Loop over BT tokens of a head, BU per iteration, like the backward of core's convolution.
 
     The gradient of the convolution's outputs is the sum of both mixers' gradients; if there are angles, attention's
-    (with ROTATE_LINEAR, both) are first rotated back.
+    gradient (with ROTATE_LINEAR, both gradients) is first rotated back.
     """
     HALF: tl.constexpr = K // 2
     i_h = tl.program_id(0) % H
@@ -99,7 +99,7 @@ def _shared_backward(
     _, begin, length, first = locate_chunk(i_c, T, BT, N, cu_seqlens, PACKED)
     o_k = tl.arange(0, K)
     o_d = i_h * K + o_k
-    # for each channel, the channel with which it is rotated as a pair
+    # each channel's partner: the channel with which it is rotated as a pair
     o_partner = o_d + tl.where(o_k < HALF, HALF, -HALF)
     b_sign = tl.where(o_k < HALF, 1.0, -1.0)
     m_d = o_d >= 0
@@ -149,7 +149,7 @@ def _shared_backward(
                     b_z += b_w[w] * b_x[w]
                 b_new *= silu_gradient(b_z)
             b_dz = b_dz[1:] + (b_new,)
-            # the next program computes the tokens from `end` on
+            # leave out the tokens from `end` on, which the next program computes
             b_own = tl.where(o_t < end, b_new, 0.0)
             b_added = ()
             for w in tl.static_range(W):
@@ -161,7 +161,7 @@ def _shared_backward(
             o_s = o_t - (W - 1)
             p_s = dx + (begin + o_s) * stride_dx + o_d
             tl.store(p_s, b_dx.to(dx.dtype.element_ty), mask=within(o_s, first, end, m_d))
-    # programs without tokens, which occur in packed batches, write zeros, because the sum reads the entries of all
+    # programs without tokens, which occur in packed batches, also write (zeros): the sum reads the entries of all
     # programs
     p_sums = dsums + tl.cast(i_c, tl.int64) * (W + 1) * E + o_d
     for w in tl.static_range(W):
@@ -172,7 +172,7 @@ def shared_forward(
     x: Tensor, weight: Tensor, *, H: int, cu_seqlens, silu: bool, y: Tensor | None, rotated: Tensor | None = None,
     angles: tuple[Tensor, Tensor] | tuple[None, None] = (None, None),
 ) -> None:  # fmt: skip
-    """Write conv(x), with SiLU if `silu`, to `y`, and this rotated by `angles` to `rotated`; either may be None."""
+    """Write conv(x), with SiLU if `silu`, to `y`, and the same rotated by `angles` to `rotated`; both may be None."""
     B, T, E = x.shape
     N = B if cu_seqlens is None else len(cu_seqlens) - 1
     cos, sin = angles
@@ -207,7 +207,7 @@ def shared_backward(
         PACKED=cu_seqlens is not None, num_warps=1 if cos is None else 2,
     )  # fmt: skip
     dweight = torch.empty_like(weight)
-    # the buffer also has the gradient of a bias, which does not exist here
+    # the buffer also holds a bias gradient, which is unused here
     short_conv_sums_kernel[(cdiv(E, 32), W)](
         dsums=dsums, dweight=dweight, dbias=None, runs=runs, D=E, W=W, BR=128, BD=32, num_warps=4
     )

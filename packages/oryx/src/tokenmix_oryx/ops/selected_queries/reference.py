@@ -42,7 +42,7 @@ def selected_attention_by_runs(
             else:
                 parts.append(q.new_zeros(1, stop - start, q.shape[2], v.shape[3]))
         rows.append(torch.cat(parts, 1))
-    # without selected queries, 0 · input makes the output depend on the inputs, which so get zero gradients
+    # if no query is selected, add 0 · input: the output then depends on the inputs, so that they get zero gradients
     return torch.cat(rows) + 0.0 * (q.sum() + k.sum() + v.sum()) if not selected.any() else torch.cat(rows)
 
 

@@ -1,9 +1,9 @@
 """The launch cache: the CPU work between a call and its kernel launches is done once per signature.
 
 Sizes, tiles, strides and buffers follow from the arguments' shapes, and computing them in Python takes longer than the
-launches. So a call is captured (`capture`): the buffers that it allocates and the kernels that it launches on them.
+launches. So a call is captured (`capture`): which buffers it allocates, and which kernels it launches on them.
 Later calls with its signature are replayed (`replay`) by generated code (`codegen`) that does nothing else.
 
-A capture takes longer than a run, and lengths may never recur. So a call is captured only if its signature recurs; more
-occurrences are needed if captured calls are not replayed (`admission`). The number of cached calls is bounded.
+A capture takes longer than a run, and lengths may never recur. So a call is captured only if its signature recurs, and
+later if earlier captures were not replayed (`admission`). The number of cached calls is bounded.
 """

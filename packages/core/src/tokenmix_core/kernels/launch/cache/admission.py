@@ -7,7 +7,7 @@ from itertools import islice, takewhile
 
 from torch import Tensor
 
-# for each function, the most signatures whose occurrences are counted, and the most magnitudes (see `new_magnitude`)
+# maximum per function: signatures whose occurrences are counted, and magnitudes of calls (see `new_magnitude`)
 MAX_SEEN, _MAX_MAGNITUDES = 512, 128
 # if one of the _RECENT last captures was replayed _OFTEN times, as happens in deep models, the next new signature is
 # captured at its first occurrence
@@ -20,7 +20,7 @@ class Admission:
     """Count occurrences of the signatures of one function's calls."""
 
     def __init__(self) -> None:
-        # maps a signature's hash to the number of its occurrences; the latest signature is at the end
+        # maps a signature's hash to the number of its occurrences; the latest signature is last
         self._seen: dict[int, int] = {}
         self._magnitudes: dict[tuple, None] = {}
         # for each of the last captures, its number of replays; the newest capture is first

@@ -21,9 +21,9 @@ _ALLOCATIONS = {
     _aten.empty.memory_format, _aten.empty_like.default, _aten.empty_strided.default, _aten.new_empty.default,
     _aten.new_empty_strided.default,
 }  # fmt: skip
-# operations that were found not to decompose into other operations
+# operations that were found to be elementary: they do not consist of other operations
 _not_composite: set[Any] = set()
-# operations whose results depend on dtypes alone: equal in every replay, because dtypes are part of the signature
+# operations whose results depend only on dtypes, which the signature fixes: every replay gives an equal result
 _OF_DTYPES = {_aten.promote_types.default, _aten.can_cast.default}
 
 
@@ -49,7 +49,7 @@ def is_plain(x: Tensor) -> bool:
 
 
 def launches_unseen() -> None:
-    """Mark the current call as not replayable, because it launches another library's kernels."""
+    """Mark the current call as not replayable: it launches another library's kernels, which a capture does not see."""
     if _captures.active is not None:
         _captures.active.give_up()
 
@@ -63,7 +63,7 @@ def launching() -> ModuleType:
 
 
 class Capture(compat.Mode):
-    """Observe a call; postpone its launches until all are known or a torch operation needs their results.
+    """Capture a call: observe it, and postpone its launches until all are known or a torch operation needs results.
 
     Postponed launches are compiled in parallel and replayed by one call of the C launcher.
     """
@@ -73,8 +73,8 @@ class Capture(compat.Mode):
         self._tensors = inputs
         self._inputs = {id(x): slot for slot, x in enumerate(inputs)}
         self._addresses = {x.data_ptr(): slot for slot, x in enumerate(inputs) if x.numel()}
-        # maps a storage to the slot (index among the replay's tensors) of the only input that lies in it, so that the
-        # storage's other tensors count as views of this input; None if several inputs share the storage
+        # maps a storage to the slot (index among the replay's tensors) of the only input in it: other tensors in this
+        # storage count as views of the input. None if several inputs share the storage
         self._alone: dict[Any, int | None] = {}
         for slot, x in enumerate(inputs):
             self._alone[storage(x)] = None if storage(x) in self._alone else slot
@@ -87,7 +87,7 @@ class Capture(compat.Mode):
         self._waiting: list[tuple[Any, list[tuple]]] = []
         self._steps: list[Step] = []
         self._possible = True
-        # whether one of the kernels is a general form, which is compiled for all lengths
+        # whether a kernel of the call is a general form, compiled for all lengths
         self.general = False
 
     @contextmanager
@@ -107,8 +107,8 @@ class Capture(compat.Mode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
-        # without autograd, as in compiled code, composite operations arrive here undecomposed. Their effects depend on
-        # the arguments (`contiguous` copies or does nothing), so observe the operations that they consist of
+        # without autograd, as in compiled code, composite operations arrive here as a whole. Their effects depend on
+        # the arguments (`contiguous` copies or does nothing), so observe the elementary operations that they consist of
         if func not in _ALLOCATIONS and func not in _not_composite:
             with self:
                 output = compat.composed(func, args, kwargs)
@@ -145,7 +145,7 @@ class Capture(compat.Mode):
             if slot is None:
                 return None
             given = self._tensors[slot]
-            # replays view from the input's address, which need not be the start of its storage
+            # the view is relative to the input's address, which need not be the start of its storage
             same = given.data_ptr() == x.data_ptr() and given.dtype == x.dtype
             return (slot, (tuple(x.shape), x.stride())) if same else None
         slot, *whole = self._made[storage(x)]
@@ -170,7 +170,7 @@ class Capture(compat.Mode):
         self.general |= getattr(pack, "general", False)
         pointers = []
         for i, x in enumerate(args):
-            # an empty tensor has no address
+            # an empty tensor has no address to compare
             address = x.data_ptr() if isinstance(x, Tensor) else 0
             if address in self._addresses:
                 pointers.append((i, self._addresses[address], 0))
@@ -190,11 +190,12 @@ class Capture(compat.Mode):
                 self._possible &= found is not None
                 tensors.append((i, *(found or (0, None))))
                 args[i] = None
-        # not replayable: lists of tensors, tensors by keyword, several results, results whose size depends on values
+        # simple operations can be replayed; not simple: lists of tensors, tensors by keyword, several results, results
+        # whose size depends on values
         simple = isinstance(output, Tensor) and not any(isinstance(x, (Tensor, list)) for x in kwargs.values())
         simple &= not any(isinstance(x, list) and any(isinstance(y, Tensor) for y in x) for x in args)
         self._possible &= simple and not operation.by_value
-        # an operation that mutates its argument returns this argument, which has a slot
+        # an operation that overwrites its argument returns the argument, which already has a slot
         result = self._slot(output) if simple and operation.makes else None
         call = functools.partial(func, **kwargs) if kwargs else func
         self._steps.append(Step(self._buffers, call, False, args, tensors, result))

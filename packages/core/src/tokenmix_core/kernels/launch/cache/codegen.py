@@ -14,7 +14,7 @@ from torch import Tensor
 from tokenmix_core.chunking import cdiv
 from tokenmix_core.kernels.launch import compat
 
-# buffers used only by kernels share one allocation up to this size: a larger one would hold memory for too long
+# maximum size of the allocation that buffers used only by kernels share: a larger one would hold memory for too long
 _MAX_SHARED_BYTES = 4 << 20
 
 
@@ -64,7 +64,7 @@ def compiled(
     lines = [f"[{inputs[0]}] = tensors", f"[{inputs[1]}] = pointers"]
     if parts:
         lines += [f"whole = empty({constant((size,))}, (1,), {constant(torch.uint8)})", "start = whole.data_ptr()"]
-    # launches that one call of the driver will make, and buffers that can be reused after these launches
+    # waiting: launches that one call of the driver will make; free: buffers that can be reused after these launches
     waiting: list[Step] = []
     free: list[int] = []
 
@@ -78,7 +78,7 @@ def compiled(
 
     for step in steps:
         made = [x for x in step.buffers if (x[0] in last or x[0] in kept) and x[0] not in parts]
-        # launch first, so that new tensors can reuse the free buffers and operations see the results
+        # make the waiting launches first: new tensors can then reuse the free buffers, and operations see the results
         if (made and free) or not step.launch:
             launch_waiting()
         for slot, *layout in made:
@@ -138,7 +138,7 @@ def matching(
 
 
 def alike(inputs: Sequence, matches: list[int]) -> Callable:
-    """Return a function that is true for as many arguments with the signature of `inputs`; it ignores addresses.
+    """Return a function that is true if its arguments have the signature of `inputs`; it does not compare addresses.
 
     Matches are counted in `matches[0]`.
     """

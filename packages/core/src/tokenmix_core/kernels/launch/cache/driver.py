@@ -11,12 +11,12 @@ from typing import Any, NamedTuple
 
 from tokenmix_core.kernels.launch import compat, compiled
 
-# maps Triton's types of arguments to format characters of `struct`; constexprs are not passed to a compiled kernel
+# maps Triton's argument types to format characters of `struct`; compiled kernels get no constexprs
 _FORMATS = {
     "*": "Q", "constexpr": None, "i1": "?", "i8": "b", "i16": "h", "i32": "i", "i64": "q",
     "u1": "?", "u8": "B", "u16": "H", "u32": "I", "u64": "Q", "fp32": "f", "fp64": "d",
 }  # fmt: skip
-# maximum number of a kernel's arguments; `launches.c` has the same limit
+# maximum number of arguments of a kernel, as in `launches.c`
 _MAX_PARAMETERS = 96
 # maximum size of a grid's second and third axis; the maximum of the first axis is 2^31 − 1
 _MAX_PROGRAMS = 65_535

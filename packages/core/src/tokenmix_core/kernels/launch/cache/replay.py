@@ -17,18 +17,18 @@ from tokenmix_core.kernels.launch.cache.codegen import alike, matching, renew
 
 # maximum number of calls that are cached for a function
 MAX_CALLS = 96
-# after this many replays a call is captured again, with kernels that are compiled for its lengths
+# number of replays after which a call is captured again, with kernels compiled for its lengths
 _SPECIALISED = 512
-# maximum number of recent signatures that a call is compared with before its own signature is looked up
+# maximum number of recent signatures with which a call is compared before its own signature is computed and looked up
 _COMPARED = 4
 # all instances of `Replayed` and `Checked`
 _caches: list[Any] = []
-# on_gpu(x): whether the tensor x is on a GPU, where kernels are compiled and launched
+# on_gpu(x): True if the tensor x is on a GPU, where kernels are compiled and launched
 on_gpu = attrgetter("is_cuda")
 
 
 def invalidate() -> None:
-    """Drop all cached calls and checks, after a change of values that they depend on."""
+    """Drop all cached calls and checks; call this after changing a value that they depend on."""
     for x in _caches:
         x.clear()
 
@@ -83,7 +83,7 @@ class Replayed:
         if tensors[0].get_device() != device:
             with torch.cuda.device(tensors[0].device):
                 return self.miss(inputs, foresee)
-        # captures find tensors by address: a repeated tensor is ambiguous, and empty tensors have no address
+        # captures find tensors by address, so a tensor given twice is ambiguous; empty tensors have no address
         addresses = [x for x in pointers if x]
         repeated = len(set(addresses)) < len(addresses)
         if repeated or not compat.captures or launch.replays_on(device) is None:
@@ -100,7 +100,7 @@ class Replayed:
         if known is None:
             return self.run(*inputs)
         if known.general and known.replays[0] >= _SPECIALISED:
-            # capture the call again with kernels that are compiled for its lengths
+            # capture the call again: its kernels are then compiled for its lengths
             self.recent = tuple(x for x in self.recent if x is not known.match)
             with forms.specialised():
                 return self._capture(inputs, tensors, key, None)
@@ -129,7 +129,7 @@ class Replayed:
         return output
 
     def _expect(self, known: _Call) -> None:
-        """Let the next calls be compared with the signature of `known` first."""
+        """Compare the next calls with the signature of `known` first."""
         if known.match is not None:
             self.recent = (known.match, *(x for x in self.recent if x is not known.match))[:_COMPARED]
 
@@ -176,7 +176,8 @@ class Checked:
             if number == len(inputs) and same(*inputs):
                 return result
         result = self.check(*inputs)
-        # a tensor without dimensions excludes caching: the check may have read its value, which the signature lacks
+        # do not cache checks of tensors without dimensions: the check may have read their values, which the signature
+        # lacks
         if all(is_plain(x) and on_gpu(x) and x.dim() for x in inputs if isinstance(x, Tensor)):
             key = tuple((x.dtype, x.shape, x.stride()) if isinstance(x, Tensor) else x for x in inputs)
             magnitude = self._admission.new_magnitude(inputs)
@@ -196,7 +197,7 @@ class Checked:
 def _foreseen(foresee: Callable, *inputs: Any) -> list:
     """Return the launches that `foresee(*inputs)` would make, without making them."""
     launches: list = []
-    # an error here will be raised again by the call itself, if it is ever made
+    # ignore errors here: the call itself will raise them again if it is ever made
     with launching().taken(launches.append), suppress(Exception):
         foresee(*inputs)
     return launches
