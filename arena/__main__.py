@@ -18,7 +18,7 @@ from arena.workers import GRACE, Terminated
 
 ROOT = Path(__file__).parent
 RESULTS = ROOT / "results"
-# exit code if runs remain at the time limit: EX_TEMPFAIL
+# exit code if runs remain at the time limit (EX_TEMPFAIL of sysexits)
 UNFINISHED = 75
 
 
@@ -29,10 +29,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     130 or 143 after SIGINT or SIGTERM.
     """
     start = time.time()
-    # set before torch is imported: OpenMP's threads then sleep at barriers, whereas by default they spin
+    # set before torch is imported: OpenMP's threads then sleep at barriers instead of spinning
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     args = _parser().parse_args(arguments)
-    # jobs are stopped GRACE seconds before the time limit, at which they are killed, so that they can write a
+    # stop jobs GRACE seconds before the time limit, at which they are killed: they then have time to write a
     # checkpoint
     deadline = math.inf if args.minutes is None else start + 60 * args.minutes - GRACE
     try:
@@ -82,7 +82,7 @@ def _run(args: argparse.Namespace, deadline: float) -> int:
 
     if unknown := [name for name in args.size if name not in SIZES]:
         raise ValueError(f"there is no size {unknown[0]!r}; choose from {', '.join(SIZES)}")
-    # in an environment variable, because the processes that execute runs also need the folder
+    # an environment variable, because the processes that execute runs also need the folder
     os.environ[FOLDER] = str((args.corpus or Path(os.environ.get(FOLDER) or DEFAULT_FOLDER)).absolute())
     if args.device is not None:
         _choose_device(args.device)
@@ -90,7 +90,7 @@ def _run(args: argparse.Namespace, deadline: float) -> int:
     for name in args.size:
         comparison = Comparison(SIZES[name], args.results, args.divisions, args.contestants, args.tasks)
         codes.append(_compare(args, comparison, deadline))
-    # a failed run decides the exit code, even if other runs remain
+    # the exit code is that of a failed run, if there is one, even if other runs remain
     return next((code for code in (1, UNFINISHED) if code in codes), 0)
 
 
@@ -135,7 +135,7 @@ def _compare(args: argparse.Namespace, comparison: Any, deadline: float) -> int:
 
 
 def _names(text: str) -> tuple[str, ...]:
-    # without duplicates, in order
+    # drop duplicates, keep the order
     return tuple(dict.fromkeys(part.strip() for part in text.split(",")))
 
 

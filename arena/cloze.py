@@ -1,4 +1,4 @@
-"""Recall in cloze form: complete names that held-out code defines much earlier and that occur in no training text."""
+"""Recall in cloze form: the model completes names that held-out code defines earlier and no training text contains."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from tokenmix_core.data.tokenizer import tokenizer_fingerprint
 from tokenmix_core.evaluation import EvalOptions, SuiteResult
 from tokenmix_oryx.evals import crossed
 
-# minimum distances, in tokens, between a name's definition and its use; questions are grouped by them
+# minimum distances, in tokens, between a name's definition and its use, by which questions are grouped
 DISTANCES = (64, 256, 1024, 4096)
-# number of tokens before the name that the model also reads without the definition, to measure how often it guesses the
-# name
+# number of tokens before the name that the model also reads alone, without the definition, to measure how often it
+# guesses the name
 _NEAR = 32
 _WORD = re.compile(r"[A-Za-z_]\w*")
 

@@ -1,4 +1,4 @@
-"""The runs of a comparison: which ones there are, which have results, and which can start."""
+"""The runs of a comparison: the list of all runs, their results, and the runs that can start now."""
 
 from __future__ import annotations
 
@@ -69,8 +69,8 @@ class Comparison:
     Attributes:
         size: the settings of all runs.
         results: folder with the results of all sizes.
-        divisions, contestants, tasks: names that select a part of the size; those that are empty select what the size
-            names.
+        divisions, contestants, tasks: names that select a part of the size; an empty one selects all that the size
+        names.
     """
 
     size: Size
@@ -185,7 +185,7 @@ class Comparison:
         for experiment in self.experiments():
             runs = (*self.tuning_runs(*experiment), *self.scored_runs(*experiment))
             found += [run for run in runs if self.result(run) is None]
-        # without duplicates, because an ablation has the same tuning runs as the contestant that it ablates
+        # drop duplicates: an ablation has the same tuning runs as the contestant that it ablates
         return list(dict.fromkeys(found))
 
     def ready_cost_runs(self) -> list[CostRun]:
@@ -233,7 +233,7 @@ def fingerprint(run: Run | CostRun, size: Size) -> str:
     else:
         options = {name: asdict(value) for name, value in suites(CONTESTANTS[run.contestant], run.task, size).items()}
         for values in options.values():
-            # it changes no result, and results from before it had been added stay valid
+            # leave this option out: it changes no result, and results from before it was added must stay valid
             del values["split_rows"]
         settings = [recipe_of(run, size).identity(), options]
         if budgets := eviction_budgets(run, size):

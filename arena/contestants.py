@@ -30,18 +30,18 @@ GDN, ATTENTION, WINDOW, MAMBA2, LTE, NSA, NATS_L = (
     "nsa",
     "nats_l",
 )
-# divisions, the comparison's parts: in PARAMETERS, models have equal parameter counts; in STATE, also equal state sizes
+# divisions of the comparison: in PARAMETERS, models have equal parameter counts; in STATE, also equal state sizes
 PARAMETERS, STATE = "parameters", "state"
 DIVISIONS = (PARAMETERS, STATE)
 # methods, applied after training, that bound the KV cache of full attention
 EVICTION_METHODS: tuple[Method, ...] = ("tova", "uniform")
 # percentages of chunks that NAtS-L Hybrid should compute by softmax attention
 SOFTMAX_SHARES = (10, 50)
-# smallest window of laLTE, because its scorer reads so many tokens
+# minimum window of laLTE: its scorer reads this number of tokens
 MIN_LTE_WINDOW = 13
-# in this mode, a contestant need not keep the parts of its state that `droppable` lists
+# the mode in which a contestant may drop the parts of its state that `droppable` lists
 BOUNDED = "linear"
-# index of the full-attention layer in each group of four layers of a hybrid (a model with some such layers)
+# index of the full-attention layer in each group of four layers of a hybrid
 FULL_ATTENTION_LAYER = 3
 
 Fields = Mapping[str, Any]
@@ -56,8 +56,9 @@ class Contestant:
         title: name in tables.
         layers: function of a size that returns the configuration fields by which the mixers are defined.
         candidates: function of a size that yields the configuration fields of layers whose state has constant size,
-            sorted by the state's bytes; in the division `STATE`, the contestant has those nearest in bytes to the state
-            of `models.REFERENCE`. None if the state grows with the text: the contestant is not in that division.
+            sorted by the state's bytes; in the division `STATE`, the contestant has the layers whose state is nearest
+            in bytes to that of `models.REFERENCE`. None if the state grows with the text: the contestant is not in that
+            division.
         model_type: model family.
         callbacks, row_inputs: the fields of the same name in `Recipe`.
         modes: modes in which the model is evaluated, each a row of tables; empty for a model without modes.
@@ -313,7 +314,7 @@ CONTESTANTS = {
         ),
     )
 }
-# the contestants of a size that names none
+# the contestants of a size that names no contestants
 DEFAULT_CONTESTANTS = tuple(name for name, contestant in CONTESTANTS.items() if not contestant.on_request)
 
 

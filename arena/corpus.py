@@ -1,4 +1,4 @@
-"""A corpus of source code and documentation made from Debian packages: `python -m arena corpus`.
+"""Make a corpus of source code and documentation from Debian packages: `python -m arena corpus`.
 
 The stages are: extract texts, remove repeated text, hold out whole subsystems, train a vocabulary, and write tokens. A
 stage gives its files their names only when they are complete, so that a call after an interruption continues with the
@@ -32,12 +32,12 @@ from tokenmix_core.data.text import SplitText
 from tokenmix_core.data.token_file import DOCUMENTS, META, TOKENS, file_sha256
 from tokenmix_core.data.tokenizer import BYTE_SPECIALS
 
-# name of the corpus in recipes and options, where its folder is left out; environment variable with the folder
+# name of the corpus in recipes and options, which leave out its folder; environment variable that has the folder
 CORPUS, FOLDER = "corpus", "TOKENMIX_ARENA_CORPUS"
 DEFAULT_FOLDER = Path("runs/corpus")
 MANIFEST, TOKENS_FOLDER, TOKENIZER = "manifest.json", "tokens", "tokenizer"
 VOCABULARY = 16_384
-# patterns of the subsystems that are held out as a whole
+# patterns of the names of subsystems that are held out as a whole
 HELD_OUT = (
     r"linux-source.*/linux-source-[\d.]+/(fs/btrfs|fs/xfs|kernel|mm|block|security|net/sctp|net/bluetooth)/",
     r"linux-source.*/linux-source-[\d.]+/Documentation/(filesystems|networking|scheduler|mm)/",
@@ -45,11 +45,11 @@ HELD_OUT = (
     r"rust-doc/.*/html/book/",
     r"libpython3[^/]*/.*/(asyncio|email|unittest)/",
 )
-# a window of whole lines with at least so many bytes is removed if it has occurred before
+# minimum bytes of a window of whole lines that is removed if it has occurred before
 REPEATED = 160
-# minimum bytes of held-out text, and largest fraction of its spans that may occur in training text
+# minimum bytes of held-out text; maximum fraction of its spans that may occur in training text
 LEAST_HELD_OUT_BYTES, MOST_LEAKED = 5_000_000, 0.005
-# a document is left out if a larger fraction of it is removed
+# maximum fraction of a document that may be removed; above it, the whole document is left out
 _MOST_REMOVED = 0.5
 _LEAST_BYTES = 256
 _TOKENIZER_BYTES = 80_000_000
@@ -119,7 +119,7 @@ def build(
         "sha256": {name: file_sha256(folder / name) for name in files},
     }
     write_atomically(folder / MANIFEST, json.dumps(manifest, indent=1) + "\n")
-    # remove the intermediate files, which can be made from the packages again
+    # remove the intermediate files, which can be made again from the packages
     shutil.rmtree(folder / _EXTRACTED, ignore_errors=True)
     for name in (*_TEXT, _CANDIDATES):
         (folder / name).unlink(missing_ok=True)
@@ -276,7 +276,7 @@ class _Stages:
         every = np.concatenate([*hashes, np.zeros(0, np.uint64)])
         del hashes, seen
         repeated = np.ones(len(every), bool)
-        # the first of several equal hashes is no repetition
+        # keep the first of several equal hashes, which is no repetition
         repeated[np.unique(every, return_index=True)[1]] = False
         del every
         masks = iter(np.split(repeated, ends[:-1]))
@@ -311,7 +311,7 @@ class _Stages:
                     kept = Hashes(content).all_spans()
                     index, members = known.index(kept)
                     after += int(occurs[index[members]].sum())
-                    # the removal of lines has created these spans
+                    # these spans are new: the removal of lines has created them
                     unknown.append(kept[~members])
                     total, size = total + len(kept), size + len(content)
                     file.write(json.dumps((document.name, content.decode()), ensure_ascii=False) + "\n")

@@ -1,4 +1,4 @@
-"""Execute one run: train, evaluate and store the result, or measure speed and memory."""
+"""Execute one run: train, evaluate and store the result; or measure speed and memory."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ from tokenmix_core.training.folder import METRICS
 from tokenmix_core.training.manifest import trained_on
 from tokenmix_lte.training_free import in_constant_memory
 
-# final fraction of a run, over which the mean loss selects the learning rate
+# last fraction of a run; the mean loss over it selects the learning rate
 _FINAL_FRACTION = 0.1
-# approximate number of points that are stored of each logged metric
+# approximate number of points to store of each logged metric
 _POINTS = 20
 
 
@@ -71,18 +71,18 @@ def execute(run: Run, comparison: Comparison, work: Path, *, deadline: float, co
     disable_progress_bar()
     settings = located(recipe_of(run, size))
     settings = replace(settings, callbacks=(*settings.callbacks, lambda _: StopAt(deadline)))
-    # the fingerprint is in the folder's name, so that runs with other settings do not find these checkpoints
+    # name the folder by the fingerprint: runs with other settings then do not find its checkpoints
     folder = work / size.name / run.key.path / fingerprint(run, size)
     diverged = False
     if not (folder / "config.json").is_file():
         resume = folder.is_dir() and bool(checkpoint.checkpoint_steps(folder))
         if not resume:
-            # the folder of a process that was killed before its first checkpoint
+            # remove the folder of a process that was killed before its first checkpoint
             shutil.rmtree(folder, ignore_errors=True)
         try:
             if trainer.train(settings, folder, resume=resume, progress=False).interrupted:
                 if time.time() < deadline:
-                    # training has handled the signal itself, so raise the error for it here
+                    # training handled the signal itself, so raise the error for it here
                     raise Terminated
                 return False
         except FloatingPointError:
@@ -115,13 +115,13 @@ def execute(run: Run, comparison: Comparison, work: Path, *, deadline: float, co
 
 
 def _evaluate(run: Run, size: Size, folder: Path) -> dict[str, Any]:
-    # evaluate on the same split of the built-in corpus as in training, which may be an older one
+    # evaluate on the split of the built-in corpus that training used, which may be an older one
     trained, asked = trained_on(folder), suites(CONTESTANTS[run.contestant], run.task, size)
     options = {name: held_out_from(located_text(option), trained) for name, option in asked.items()}
     model, tokenizer = load_model(folder), load_tokenizer(folder)
 
     def rows_of(model: Any, names: list[str]) -> dict[str, list[dict[str, Any]]]:
-        # hide the tables that `evaluate` prints, because the report has tables of its own
+        # hide the tables that `evaluate` prints: the report has tables of its own
         with redirect_stdout(io.StringIO()):
             results = evaluate(model, tokenizer, names, options, suites=ARENA_SUITES)
         return {name: _with_samples(result) for name, result in results.items()}
@@ -150,7 +150,7 @@ def _training_log(folder: Path, diverged: bool) -> dict[str, Any]:
     The names of layers' metrics are `NAME/LAYER`; about `_POINTS` steps of each metric are stored.
     """
     lines = [line for line in read_metrics(folder / METRICS) if "loss" in line]
-    # evenly spaced, counted from the end so that the last line is included
+    # evenly spaced lines, counted from the end so that the last line is included
     thinned = lines[:: -max(1, len(lines) // _POINTS)][::-1]
     names = sorted({name for line in lines for name in line if "/" in name})
     curve = [(line["step"], line["loss"]) for line in lines]
@@ -167,7 +167,7 @@ def _training_log(folder: Path, diverged: bool) -> dict[str, Any]:
             ]
             for name in names
         },
-        # without the first half of the run, which has compilation and short examples
+        # leave out the first half of the run, with compilation and short examples
         "tokens per second": median(speeds[len(speeds) // 2 :]) if speeds else None,
     }
 
@@ -182,7 +182,7 @@ def measure_costs(run: CostRun, comparison: Comparison, *, commit: str) -> bool:
     repeats = 3 if size.supports_claims else 1
     rows = []
     for mode in contestant.modes or ("",):
-        # in the mode `BOUNDED`, Oryx runs without a KV cache
+        # Oryx runs without a KV cache in the mode `BOUNDED`
         selected: Any = model.modes(mode, keep_kv=mode != BOUNDED) if mode else nullcontext()
         with selected:
             model.eval()
@@ -204,7 +204,7 @@ def measure_costs(run: CostRun, comparison: Comparison, *, commit: str) -> bool:
 
 
 def _random_model(run: CostRun, size: Size) -> Any:
-    # any task, rate and seed will do, because speed does not depend on them
+    # any task, rate and seed: speed does not depend on them
     task = next(iter(size.tasks or TASKS))
     settings = recipe(run.contestant, run.division, task, size, size.rates[0], size.tuning_seed)
     device, dtype = device_and_dtype()

@@ -12,7 +12,7 @@ import numpy as np
 
 from arena import rules
 
-# values of test examples by group (a number of pairs, a length or a task, for example); groups have equal weights
+# values of test examples by group (such as a number of pairs, a length or a task); all groups have equal weights
 Groups = Mapping[Any, Sequence[float]]
 
 
@@ -65,7 +65,7 @@ def difference(subject: Sequence[Groups], baseline: Sequence[Groups]) -> Estimat
     mean = float(np.mean([_mean(g) for g in subject]) - np.mean([_mean(g) for g in baseline]))
     if one is None or other is None:
         return Estimate(mean, 0.0, 0)
-    # Welch's degrees of freedom, rounded down
+    # Welch's degrees of freedom, rounded down to an integer
     denominator = one**2 / n + other**2 / m
     freedom = int((one + other) ** 2 / denominator + 1e-9) if denominator else n + m
     return Estimate(mean, _deviation(ours - theirs), freedom)
@@ -76,7 +76,7 @@ def _mean(groups: Groups) -> float:
 
 
 def _deviation(values: np.ndarray) -> float:
-    # rounding errors may make equal values differ
+    # values that should be equal may differ by rounding errors
     deviation = float(values.std())
     return deviation if deviation > 1e-9 else 0.0
 
@@ -85,7 +85,7 @@ def _replicates(seeds: Sequence[Groups], side: int) -> tuple[np.ndarray, float |
     """Return replicates of a model's mean, its variance over seeds (None for one seed), and its degrees of freedom."""
     n = len(seeds)
     means = [_mean(groups) for groups in seeds]
-    # the two models (`side`) draw seeds independently, but draw the same examples
+    # each model (`side`) draws its own seeds, but both draw the same examples
     chosen = _draws(n, -1 - side)
     total = np.zeros(rules.REPLICATES)
     for index, key in enumerate(seeds[0]):

@@ -16,7 +16,7 @@ from arena.sizes import Size
 from tokenmix_core.nn.mlp import swiglu_width
 from tokenmix_core.training.recipe import Recipe
 
-# largest relative difference of parameter count or state size between a model and the contestant REFERENCE
+# maximum relative difference of parameter count, or state size, between a model and the contestant REFERENCE
 TOLERANCE = {PARAMETERS: rules.PARAMETER_TOLERANCE, STATE: rules.STATE_TOLERANCE}
 REFERENCE = {PARAMETERS: "attention", STATE: "oryx-tm"}
 
@@ -134,7 +134,7 @@ def _nearest_candidate(contestant: Contestant, size: Size) -> dict[str, Any]:
     def bytes_of(i: int) -> int:
         return state_bytes(contestant, size, candidates[i])[0]
 
-    # bisection, because states grow from one candidate to the next
+    # bisection works because states grow from one candidate to the next
     above = bisect_left(range(len(candidates)), target, key=bytes_of)
     neighbours = [i for i in (above - 1, above) if 0 <= i < len(candidates)]
     best = min(neighbours, key=lambda i: abs(bytes_of(i) - target))

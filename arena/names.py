@@ -17,7 +17,7 @@ _DEFINITION = re.compile(
     re.MULTILINE,
 )
 _WORD = re.compile(r"\b[A-Za-z_]\w{11,}\b")
-# maximum number of names from one document, spread over it, so that no document dominates
+# maximum number of names from one document, spread over it: no document should dominate
 _MOST_OF_A_DOCUMENT = 8
 
 

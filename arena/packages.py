@@ -1,4 +1,4 @@
-"""Text from Debian packages: download them with apt, read files without unpacking, convert HTML to text."""
+"""Get text from Debian packages: download them with apt, read files without unpacking, convert HTML to text."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import IO, Any, NamedTuple
 
 from tqdm import tqdm
 
-# patterns of package names; of several packages that match one pattern, the newest is taken
+# patterns of package names; the newest of several packages that match a pattern is taken
 PACKAGES = (
     r"linux-source-[\d.]+",
     r"python3\.\d+-doc",
@@ -34,14 +34,14 @@ SOURCES = (
 )
 _HTML = (".html", ".htm")
 _ARCHIVES = (".tar", ".tar.gz", ".tar.xz", ".tar.bz2")
-# left out: generated tables of registers, HTML whose sources are in the package, and text that is elsewhere as well
+# names that are left out: generated tables of registers, HTML whose sources are in the package, and text that occurs
+# elsewhere
 _LEFT_OUT = re.compile(
     r"/drm/amd/include/|/python3[^/]*/html/(?!_sources/)|"
     r"/rust[^/]*/html/(core|alloc|src|implementors|unstable-book|test|proc_macro)/|changelog|ChangeLog|NEWS|copyright"
 )
 _LEAST_BYTES, _MOST_BYTES, _MOST_HTML_BYTES = 256, 2**20, 2**22
-# also left out: files of more than _TABLE_BYTES in which more than these fractions are #defines (of registers) or
-# digits
+# also left out: files above _TABLE_BYTES in which more than these fractions are #defines (of registers) or digits
 _TABLE_BYTES, _MOST_DEFINES, _MOST_DIGITS = 2**13, 0.4, 0.2
 
 

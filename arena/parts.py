@@ -1,4 +1,4 @@
-"""Files split into compressed parts, which are small enough to transfer one by one and are checked by their hashes."""
+"""Split files into compressed parts that are small enough to transfer one by one and are checked by their hashes."""
 
 from __future__ import annotations
 

@@ -49,13 +49,13 @@ def make_plots(comparison: Comparison, division: str) -> list[Plot]:
     def state(variant: Variant) -> float | None:
         name, mode = variant
         if mode in EVICTION_METHODS:
-            # None, because with eviction the model's own state size does not apply
+            # None: with eviction, the model's own state size does not apply
             return None
         least, most = state_bytes(CONTESTANTS[name], size, solve(name, division, size).fields, size.seq_len)
         return least if mode == BOUNDED else most
 
     def decoding(variant: Variant) -> float | None:
-        # after a switch of modes, tokens are decoded in the mode named last
+        # after a switch of modes, tokens are decoded in the mode that is named last
         row = costs.get((variant[0], variant[1].rpartition(" → ")[2]), {}).get(longest)
         return None if row is None else row["decode ms/token"]
 
@@ -115,7 +115,7 @@ def scatter_figure(plot: Plot) -> Any:
     axes.xaxis.set_major_formatter(lambda x, _: shorten(x) if x >= 1000 else f"{x:g}")
     axes.xaxis.set_minor_formatter(NullFormatter())
     axes.set(title=plot.title, xlabel=plot.x, ylabel=plot.y)
-    # leave space for labels around the points
+    # leave space for labels around the outermost points
     least, most = min(x for x, _ in points.values()), max(x for x, _ in points.values())
     span = most / least if most > least else 10.0
     axes.set_xlim(least * span**-0.15, most * span**0.35)
@@ -134,7 +134,7 @@ def _add_labels(figure: Any, axes: Any, points: Points, front: list[tuple[float,
     marks = [Bbox.from_extents(x - 6, y - 6, x + 6, y + 6) for x, y in pixels.values()]
     line = Line(axes.transData.transform(front))
     placed: list[Any] = []
-    # from top to bottom, so that labels can move into the free space below
+    # go from top to bottom: labels can then move into the free space below
     for variant in sorted(points, key=lambda variant: -points[variant][1]):
         text = axes.annotate(
             label(variant), points[variant], xytext=(0, 0), textcoords="offset points", fontsize=8, va="bottom"
@@ -142,7 +142,7 @@ def _add_labels(figure: Any, axes: Any, points: Points, front: list[tuple[float,
         text.set_in_layout(False)
         box = text.get_window_extent()
         for dx, dy in _OFFSETS:
-            # (dx, dy): the offset, from the point, of the side of its label that is nearest to it
+            # (dx, dy) is the offset, from the point, of the nearest side of its label
             left = dx - (box.width if dx < 0 else 0) - (box.width / 2 if dx == 0 else 0)
             x, y = pixels[variant] + (left, dy - box.height / 2)
             spot = Bbox.from_extents(x, y, x + box.width, y + box.height)
@@ -152,7 +152,7 @@ def _add_labels(figure: Any, axes: Any, points: Points, front: list[tuple[float,
         else:
             raise ValueError(f"no space is left for the label {label(variant)!r}; enlarge the figure")
         placed.append(spot)
-        # convert from pixels of boxes to points, in which offsets are given
+        # convert pixels, the unit of boxes, to points, the unit of offsets
         shift = (spot.x0 - pixels[variant][0], spot.y0 - pixels[variant][1])
         text.set_position(tuple(pixel * 72 / figure.dpi for pixel in shift))
         if math.hypot(dx, dy) > 14:

@@ -42,7 +42,7 @@ _METRICS = {
     BEYOND: "accuracy on needles at 2x and 4x the training length",
     EXCESS: "excess loss after a switch",
 }
-# bfloat16 FLOP/s of an H100 at 40 % utilisation, by which the cost of the papers' own runs is estimated
+# bfloat16 FLOP/s of an H100 at 40 % utilisation, used to estimate the cost of the papers' own runs
 _SPEED = 4e14
 
 

@@ -1,4 +1,4 @@
-"""The order and the expected times of runs: a call with a time limit then starts runs that it can finish."""
+"""The order and the expected times of runs, by which a call with a time limit starts only runs that it can finish."""
 
 from __future__ import annotations
 

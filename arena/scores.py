@@ -17,7 +17,7 @@ from arena.tasks import COPY, MQAR, TASKS, TEXT
 # a row of tables: the name of a contestant and of a mode, which is "" for a model without modes
 Variant = tuple[str, str]
 MEAN, NEEDLES, BEYOND, NAMES, EXCESS = "mean", "needles", "needles beyond", "names", "excess"
-# under this key, a row has the values of its examples
+# the key under which a row has the values of its single examples
 EACH = "each"
 # names of the suites that measure zero-shot retrieval
 RETRIEVAL = ("niah", "names")
@@ -79,7 +79,7 @@ def _metrics(task: str, suite: str, row: Mapping[str, Any], size: Size) -> Itera
         yield NAMES, row.get("distance", "")
     elif suite.endswith("perplexity-by-position"):
         if row["predictor"] == "model" and row["position"] != "all":
-            # positions in the second half of a text; the last token does not count, because it has no target
+            # positions in the second half of a text, without the last token, which has no target
             length = int(row["position"].rpartition("-")[2]) + 1
             times = length // size.seq_len
             if times and times & (times - 1) == 0:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-# a size with fewer learning rates or seeds than these supports no claims
+# minimum numbers of learning rates and of seeds with which a size supports claims
 MIN_RATES, MIN_SEEDS = 3, 3
 
 
@@ -84,7 +84,7 @@ class Size:
         return len(self.rates) >= MIN_RATES and len(self.seeds) >= MIN_SEEDS
 
 
-# the smallest size, which only shows that everything runs
+# the smallest size: it only shows that everything runs
 SMOKE = Size(
     name="smoke",
     width=64,
@@ -197,7 +197,7 @@ _RECALL = (
     *("attention", "gdn", "gdn-h", "nha-h", "lalte", "gdn-swa", "nats-l", "nats-l-h", "mamba2", "nha", "gsa", "gsa-h"),
     *("oryx-tm", "oryx-tg", "lansa", "nsa", "window", "gdn-attention", "lalte-mlp"),
 )
-# recall in which neither a window nor LTE's retained keys hold a quarter of the pairs of the largest example; twice the
+# recall in which neither a window nor LTE's retained keys can hold a quarter of the largest example's pairs; twice the
 # steps of COMPACT
 RECALL_1M = replace(
     COMPACT,

@@ -9,7 +9,7 @@ from jaxtyping import Bool, Int, UInt64
 
 # length in bytes of the spans that must not occur in both training and held-out text
 SPAN = 64
-# base of the hash: odd, so that it has an inverse modulo 2**64
+# base of the hash: odd, so that it has an inverse modulo 2**64, the range of the hashes
 _BASE = 0x9E3779B97F4A7C15
 _MOST_BUCKETS = 2**28
 
@@ -44,7 +44,7 @@ class Hashes:
         self.data = np.frombuffer(text, np.uint8)
         _powers.reserve(len(text) + 1)
         self._sums = np.zeros(len(text) + 1, np.uint64)
-        # plus one, so that zero bytes also contribute to the hash
+        # plus one: zero bytes must also contribute to the hash
         np.cumsum((self.data + np.uint64(1)) * _powers.of_base[: len(text)], out=self._sums[1:])
 
     def spans(self, starts: Int[np.ndarray, "n"], ends: Int[np.ndarray, "n"]) -> UInt64[np.ndarray, "n"]:
@@ -72,7 +72,7 @@ class Hashes:
 
 
 def _mixed(hashes: UInt64[np.ndarray, "n"]) -> UInt64[np.ndarray, "n"]:
-    # mix the bits, because the low bits of a polynomial hash have little information
+    # mix the bits: the low bits of a polynomial hash have little information
     hashes ^= hashes >> np.uint64(31)
     hashes *= np.uint64(0xBF58476D1CE4E5B9)
     hashes ^= hashes >> np.uint64(29)
@@ -115,7 +115,7 @@ def covered(count: int, first: Int[np.ndarray, "n"], last: Int[np.ndarray, "n"])
 
 
 def without(text: bytes, ends: Int[np.ndarray, "L"], removed: Bool[np.ndarray, "L"]) -> bytes:
-    """Return a text without the removed lines; `ends` is what `line_ends` has returned."""
+    """Return a text without the removed lines; `ends` is the result of `line_ends`."""
     if not removed.any():
         return text
     keep = np.repeat(~removed, np.diff(ends, prepend=0))

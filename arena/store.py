@@ -17,7 +17,7 @@ from filelock import FileLock
 from tokenmix_core._utils.atomic_io import write_atomically
 
 RUNS = "runs.jsonl"
-# this name replaces that of a task for measurements of speed and memory
+# the name of the task in keys of speed and memory measurements
 COSTS = "costs"
 Result = dict[str, Any]
 

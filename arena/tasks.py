@@ -74,7 +74,7 @@ TASKS = {
             lambda s: DataRecipe(
                 sources=["mqar"],
                 seq_len=s.seq_len,
-                # as many pairs as fit into a row and into the vocabulary
+                # the largest number of pairs that fits into a row and into the vocabulary
                 mqar_pairs=min(s.seq_len // 4, s.recall_vocab_size // 4),
                 mqar_vocab_size=s.recall_vocab_size,
                 mqar_ramp=s.ramp,
@@ -105,7 +105,7 @@ TASKS = {
             TEXT,
             "Text",
             lambda s: VOCABULARY if s.corpus else BYTE_VOCAB,
-            # documents are joined, because the evaluation beyond T tokens also joins them
+            # joined documents: the evaluation beyond T tokens also joins them
             lambda s: DataRecipe(
                 sources=[CORPUS if s.corpus else "stdlib"],
                 tokenizer=CORPUS if s.corpus else "bytes",
@@ -119,7 +119,7 @@ TASKS = {
         ),
     )
 }
-# for models with modes, these suites replace one of core's: each mode without switches, and switches between modes
+# for models with modes, suites that replace one of core's: each mode without switches, and switches between modes
 MODE_SUITES: dict[str, tuple[str, ...]] = {
     "mqar": ("cross-mode-mqar",),
     "copying": ("isolated-copying",),
@@ -198,7 +198,7 @@ def recipe(name: str, division: str, task: str, size: Size, rate: float, seed: i
             seed=seed,
             dataloader_num_workers=size.dataloader_workers,
             logging_steps=max(1, size.steps // 100),
-            # one checkpoint at the end; a run also writes one when it reaches the time limit
+            # one checkpoint at the end; a run that reaches the time limit writes another one
             save_steps=size.steps,
             save_total_limit=1,
         ),
@@ -226,7 +226,7 @@ def suites(contestant: Contestant, task: str, size: Size) -> dict[str, EvalOptio
         if contestant.capped and name in _CAPPED and size.corpus:
             replaced = (f"capped-{name}",)
         for suite in replaced:
-            # the mode is switched at boundaries of chunks with the length of a training row
+            # modes are switched at boundaries of chunks, whose length is that of a training row
             lengths = (size.seq_len,) if suite == "switch-perplexity" else options.lengths
             chosen[suite] = replace(options, lengths=lengths)
     return chosen

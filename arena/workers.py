@@ -19,9 +19,9 @@ from contextlib import contextmanager
 from multiprocessing.connection import Connection, wait
 from typing import Any, NamedTuple
 
-# seconds that jobs have after the deadline to finish before they are killed
+# seconds that jobs have after the deadline to finish; then they are killed
 GRACE = 20.0
-# a job is a NamedTuple, whose fields identify the job and are logged
+# a job: a NamedTuple whose fields identify the job and are logged
 Job = tuple[Any, ...]
 
 
@@ -91,7 +91,7 @@ def run_jobs(
             worker.terminate()
         raise
     finally:
-        # ask all workers to exit before waiting for the first of them
+        # ask all workers to exit before waiting for any of them
         for worker in workers:
             worker.close()
         for worker in workers:
@@ -197,7 +197,7 @@ def make_workers(count: int, gpus: Sequence[str], deadline: float) -> list[Inlin
     if count == 1 and not gpus and deadline == math.inf:
         return [InlineWorker()]
     names = gpus or _visible_gpus()
-    # several concurrent workers have one CPU core each
+    # one CPU core for each of several concurrent workers
     shared = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"} if count > 1 else {}
     assigned = [{"CUDA_VISIBLE_DEVICES": names[i % len(names)]} if names else {} for i in range(count)]
     return [ProcessWorker(shared | gpu) for gpu in assigned]
@@ -236,7 +236,7 @@ def _serve(calls: Connection) -> None:
             outcome = _outcome(call)
         except (Terminated, KeyboardInterrupt):
             return
-        # free GPU memory for the next job, and for other processes
+        # free GPU memory for the next job and for other processes
         gc.collect()
         if (torch := sys.modules.get("torch")) is not None and torch.cuda.is_initialized():
             torch.cuda.empty_cache()

@@ -30,8 +30,9 @@ def num_sequences(x: Tensor, cu_seqlens: Tensor | None) -> int:
 
 
 def chunk_slots(batch: int, tokens: int, chunk_size: int, cu_seqlens: Tensor | None) -> int:
-    """Return the number of slots (entries of tensors with one entry per chunk): the number of chunks of a batch or, if
-    packed, an upper bound of it."""
+    """Return an upper bound of a batch's number of chunks: the number of entries (slots) of tensors with one per chunk.
+
+    For an unpacked batch the bound is the exact number."""
     if cu_seqlens is None:
         return batch * cdiv(tokens, chunk_size)
     return tokens // chunk_size + cu_seqlens.numel() - 1
@@ -66,9 +67,9 @@ def slot_ids(cu_seqlens: Int[Tensor, "N_plus_1"], tokens: int, chunk_size: int) 
 
 
 def inverse(places: Int[Tensor, "R"], count: int) -> Int[Tensor, "count"]:
-    """Invert a map from rows to different indices below `count` (or −1): return each index's row, −1 without one."""
+    """Invert a map from rows to distinct indices below `count` (or −1): return the row of each index, −1 if none."""
     rows = torch.arange(len(places), device=places.device)
-    # rows that map to −1 are written to an additional last element, which is cut off
+    # rows that map to −1 go to an extra last element, which is cut off
     found = rows.new_full((count + 1,), -1).scatter_(0, torch.where(places < 0, count, places).long(), rows)
     return found[:count]
 

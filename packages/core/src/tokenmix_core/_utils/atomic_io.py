@@ -42,7 +42,7 @@ def check_writable(folder: Path) -> None:
 
 @contextmanager
 def writing(what: str, folder: Path, *errors: type[Exception]) -> Iterator[None]:
-    """Context that turns an error of writing into an OSError, which names the content and the free space.
+    """Context manager: turn an error of writing into an OSError that names the content and the free space.
 
     Args:
         what: name of the content that is written, such as "the model".
@@ -77,7 +77,7 @@ def sync(path: Path) -> None:
     Contents must be on disk before a rename or an unlink, which could otherwise reach the disk first.
     """
     if os.name == "nt" and path.is_dir():
-        # Windows cannot open folders
+        # do nothing on Windows, which cannot open folders
         return
     handle = os.open(path, os.O_RDONLY)
     try:
@@ -89,7 +89,7 @@ def sync(path: Path) -> None:
 def sync_tree(folder: Path) -> None:
     """Call `sync` for all files and folders below `folder`, contents before the folder that lists them."""
     for path in sorted(folder.rglob("*"), reverse=True):
-        # another process of the run may have renamed this file, a temporary one, in the meantime
+        # ignore a missing file: another process of the run may have renamed it, a temporary file, in the meantime
         with suppress(FileNotFoundError):
             sync(path)
     sync(folder)
@@ -117,7 +117,7 @@ def write_atomically(path: Path, content: str | Callable[[Path], object]) -> Non
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.stem}-{secrets.token_hex(8)}{path.suffix}")
-    # mode "x" fails if the file exists, and creates a file with the usual permissions
+    # O_EXCL fails if the file exists; 0o666 gives it the usual permissions
     os.close(os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666))
     try:
         if isinstance(content, str):

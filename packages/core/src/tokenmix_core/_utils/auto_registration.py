@@ -1,4 +1,4 @@
-"""Registration of model types and mixers whose modules are imported only when one of them is looked up.
+"""Register model types and mixers whose modules are imported only when one of them is looked up.
 
 `import tokenmix_core` must not import transformers, yet `AutoConfig` must know our models, whichever of the two is
 imported first. A package therefore announces the names of its model types, and for each name the module that registers
@@ -17,7 +17,7 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-# transformers' module with the table of configurations, and the table's name in that module
+# transformers' module with the table of configurations; the table's name in this module
 _AUTO, _TABLE = "transformers.models.auto.configuration_auto", "CONFIG_MAPPING"
 _HOMES: dict[str, str] = {}
 # maps a mixer's name to the module whose import registers this mixer
@@ -89,7 +89,7 @@ def _watch(module: ModuleType) -> None:
 
 
 def _load(key: Any) -> None:
-    # not if the module is being imported now and asks for its own type; after a failed import, try again
+    # do not import a module that is being imported now and asks for its own type; after a failed import, try again
     home = _HOMES.pop(key, None) if isinstance(key, str) else None
     if home is not None:
         try:

@@ -13,7 +13,7 @@ def lazily(package: str) -> Callable[[str], Any]:
     """Return a `__getattr__` for a package that imports the names of its `if TYPE_CHECKING:` block at first access.
 
     The block, at the top level of the package's `__init__`, consists of statements `from MODULE import NAME`. No module
-    of the package may have the name of an export, because importing this module would replace the export.
+    of the package may have the name of an export: importing the module would replace the export.
 
     Args:
         package: the package's `__name__`.

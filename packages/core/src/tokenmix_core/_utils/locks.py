@@ -25,20 +25,20 @@ except ImportError:  # Windows
 
 LOCK, HOLDER = ".lock", ".lock.json"
 LOCK_FILES = (LOCK, HOLDER)
-# a killed process's worker processes notice its end within 5 s, and hold its lock until then
+# seconds to wait for a lock: a killed process's workers notice its end within 5 s, and hold its lock until then
 _ORPHANS_SECONDS = 15.0
 
 
 @contextmanager
 def one_at_a_time(folder: Path) -> Iterator[None]:
-    """Context that creates a folder and waits until no other process on this machine is in this context for it."""
+    """Context manager: create a folder, and enter when no other process on this machine is inside for this folder."""
     folder.mkdir(parents=True, exist_ok=True)
     if fcntl is None:
         yield
         return
     handle = os.open(folder, os.O_RDONLY)
     try:
-        # some network file systems do not support locks; then there is no wait
+        # without locks, as on some network file systems, do not wait
         with suppress(OSError):
             fcntl.flock(handle, fcntl.LOCK_EX)
         yield
@@ -78,19 +78,19 @@ class FolderLock:
         self._lock = lock
         about = {"pid": os.getpid(), "host": socket.gethostname(), "doing": self.doing}
         about |= {"since": datetime.now().astimezone().isoformat(" ", "seconds")}
-        # not written by a temporary file, which another process could regard as content of the folder
+        # write directly: another process could regard a temporary file as content of the folder
         (self.folder / HOLDER).write_text(json.dumps(about) + "\n", encoding="utf-8")
 
     def release(self) -> None:
         """Release the lock."""
         if self._lock is None:
             return
-        # removed while the lock is held, because later another process could hold the lock
+        # remove the file while the lock is held: later, another process may hold the lock
         with suppress(OSError):
             for name in LOCK_FILES:
                 (self.folder / name).unlink(missing_ok=True)
             for path in self._made:
-                # remove empty folders upwards; this raises at the first folder that is not empty
+                # remove empty folders upwards, until the first folder that is not empty raises an error
                 path.rmdir()
         self._lock.release()
         self._lock = None
@@ -126,7 +126,7 @@ def _holder(folder: Path) -> dict[str, object]:
     try:
         return dict(json.loads((folder / HOLDER).read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError):
-        # the lock's holder has not written its name yet
+        # the holder of the lock has not written its name yet
         return {}
 
 

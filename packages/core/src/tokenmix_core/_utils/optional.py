@@ -1,4 +1,4 @@
-"""Optional libraries: import them inside the functions that need them, or say which extra installs them."""
+"""Import optional libraries inside the functions that need them, or say which extra installs them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pathlib import Path
 from types import ModuleType
 
 CORE = "tokenmix-core"
-# the distribution whose command line is running: users install its extras, which have the same names as core's
+# the distribution whose command line is running; users install its extras, which have the names of core's extras
 PACKAGE = ContextVar("package", default=CORE)
 
 

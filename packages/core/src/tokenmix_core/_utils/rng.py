@@ -7,7 +7,7 @@ import json
 
 import numpy as np
 
-# version of the streams from which training rows are drawn; a run resumes only with the version that it began with
+# version of the random streams that training rows are drawn from; a run resumes only with the version it began with
 VERSION = 3
 
 

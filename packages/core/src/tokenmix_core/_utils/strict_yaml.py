@@ -1,4 +1,4 @@
-"""Loading of YAML that refuses duplicate keys; PyYAML's loaders silently take the last of them."""
+"""Load YAML but refuse duplicate keys, of which PyYAML's loaders silently take the last."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import yaml
 class _UniqueKeys(yaml.SafeLoader):
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen = set()
-        # check before the base class merges mappings, because keys of a merged mapping may be overridden
+        # check before the base class merges mappings: a mapping may override keys of a merged one
         for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode)):
             if (key.tag, key.value) in seen:
                 told = f"the key {key.value!r} occurs twice"
@@ -25,5 +25,5 @@ def load_yaml(text: str) -> Any:
     Raises:
         yaml.YAMLError: the text is not valid YAML, or a mapping contains a key twice.
     """
-    # safe, because this loader is a subclass of SafeLoader
+    # this is safe: the loader is a subclass of SafeLoader
     return yaml.load(text, _UniqueKeys)

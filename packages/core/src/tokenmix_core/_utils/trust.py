@@ -1,4 +1,4 @@
-"""Loading by transformers' auto classes that does not run Python code which comes with a model.
+"""Load models by transformers' auto classes without running Python code that comes with a model.
 
 transformers asks on standard input whether to run such code, so that input from a pipe could answer yes. These
 functions never ask: the code runs only inside the context `trusting(True)`, which commands enter with
@@ -22,7 +22,7 @@ def is_trusted() -> bool:
 
 @contextmanager
 def trusting(trusted: bool) -> Iterator[None]:
-    """Context in which Python code that comes with a model may run (True) or must not run (False)."""
+    """Context manager: Python code that comes with a model may run (True) or must not run (False) inside."""
     before = _trusted.set(trusted)
     try:
         yield
@@ -52,7 +52,7 @@ def from_config(auto_class: Any, config: Any, **options: Any) -> Any:
 
 @contextmanager
 def _refusing(source: Any) -> Iterator[None]:
-    """Context that replaces transformers' error for untrusted code by a ValueError that names our option."""
+    """Context manager: replace transformers' error for untrusted code by a ValueError that names our option."""
     try:
         yield
     except ValueError as error:

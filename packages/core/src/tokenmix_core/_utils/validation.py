@@ -1,4 +1,4 @@
-"""Checks of values against annotations of fields or arguments; descriptions of these, read from docstrings."""
+"""Check values against annotations of fields or arguments, and read the descriptions of these from docstrings."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ def commit_of(file: Path) -> str | None:
         return subprocess.run([*git, *arguments], capture_output=True, text=True, check=False)
 
     try:
-        # an installed file may lie inside the checkout of another project, which does not track it
+        # an installed file may lie inside another project's checkout, which does not track it
         if run("ls-files", "--error-unmatch", file.name).returncode:
             return None
         commit = run("rev-parse", "--short", "HEAD").stdout.strip()

@@ -20,8 +20,8 @@ from tokenmix_core._utils.optional import PACKAGE
 from tokenmix_core._utils.trust import trusting
 from tokenmix_core.cli.packages import packages_of
 
-# takes a command's name, summary, example and "module:function"; with `takes_fields=True` flags may set a recipe's
-# fields
+# a function of a command's name, summary, example and "module:function" that adds the command; with `takes_fields=True`
+# flags may set a recipe's fields
 AddCommand = Callable[..., argparse.ArgumentParser]
 # errors that the user can correct; they are printed as one sentence, without a traceback
 USER_ERRORS = (ValueError, FloatingPointError, OSError, ImportError)
@@ -57,11 +57,11 @@ def main(
     Returns:
         0 for success, 2 for a wrong call or wrong input, 130 if Ctrl-C stopped the command.
     """
-    # defaults that the user can override: quieter libraries, and no progress bars for work of less than a second
+    # defaults that the user can override: quieter libraries, no progress bars for work of less than a second
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("TQDM_DELAY", "1")
-    # must be set before torch is loaded: OpenMP's threads otherwise spin at barriers, which is slow if another process
-    # needs the core
+    # set before torch is loaded: OpenMP's threads otherwise spin at barriers, which is slow if another process needs
+    # the core
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     parser = _parser(prog, commands, arguments)
     packages = packages_of(recipes, suites)
@@ -77,7 +77,7 @@ def main(
     args.rest = args_rest
     token = PACKAGE.set(packages[-1].replace("_", "-"))
     if "RANK" in os.environ:
-        # otherwise torch prints C++ traces of lost connections among the ranks' error messages
+        # otherwise torch prints C++ traces of lost connections between the error messages of ranks
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     try:
         from tokenmix_core.cli.commands import Context
@@ -86,7 +86,7 @@ def main(
         with trusting(args.trust_remote_code):
             return getattr(importlib.import_module(module), function)(args, Context(recipes, suites, using)) or 0
     except BrokenPipeError:
-        # the process that reads the output, such as `head`, has closed the pipe
+        # the reader of the output, such as `head`, has closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except USER_ERRORS as error:
@@ -112,7 +112,7 @@ def main(
 
 def _lacks_memory(error: Exception) -> bool:
     """True if an error of torch says that there is not enough memory."""
-    # compare the text, because torch's CPU allocator raises a plain RuntimeError
+    # compare the text: torch's CPU allocator raises a plain RuntimeError
     parts = ("out of memory", "can't allocate memory", "not enough memory", "Storage size calculation overflowed")
     return isinstance(error, MemoryError) or any(part in str(error) for part in parts)
 
@@ -179,7 +179,7 @@ def _parser(
 
     example = "tiny --total_tokens 1M --out runs/a"
     sub = command(commands, "train", "run a recipe, then its evaluations", example, takes_fields=True)
-    # RECIPE is read from the remaining arguments, because an optional positional could take the value of a field's flag
+    # RECIPE is read from the remaining arguments: an optional positional could take the value of a field's flag
     sub.usage = (
         f"{sub.prog} RECIPE [--out DIR] [--no-eval] [--config FILE] [--FIELD VALUE ...]\n       {sub.prog} --resume DIR"
     )
@@ -311,7 +311,7 @@ def _parser(
     if more is not None:
         more(partial(command, commands))
     if "convert" not in commands.choices:
-        # a command of the package with the same name replaces this one of core
+        # a command of the package replaces the command of core with the same name
         example = "models/mamba2-130m --out models/ours"
         sub = command(commands, "convert", "read another library's model folder, or write FLA's", example)
         sub.add_argument(
@@ -359,7 +359,7 @@ def add_device(sub: argparse.ArgumentParser) -> None:
 
 
 def positive_integers(text: str) -> tuple[int, ...]:
-    """Return the positive integers in a text, which separates them by commas."""
+    """Return the positive integers in a text that separates them by commas."""
     try:
         lengths = tuple(int(part) for part in text.split(","))
     except ValueError:
@@ -370,7 +370,7 @@ def positive_integers(text: str) -> tuple[int, ...]:
 
 
 def layer_indices(text: str) -> tuple[int, ...]:
-    """Return the indices of layers in a text, which separates them by commas."""
+    """Return the indices of layers in a text that separates them by commas."""
     try:
         return tuple(int(part) for part in text.split(","))
     except ValueError:

@@ -1,4 +1,4 @@
-"""The functions that run the commands; `tokenmix_core.cli` imports this module only when a command runs.
+"""The functions that run the commands; `tokenmix_core.cli` imports this module when a command runs.
 
 transformers is imported only inside functions that need a model, so that `info` is fast.
 """
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 RECIPES = "tokenmix_core.training.baselines:RECIPES"
 DTYPES = ("float32", "bfloat16", "float16")
-# errors that transformers raises for values of unexpected types
+# errors that transformers raises for values of wrong types
 _OF_VALUES = (KeyError, IndexError, TypeError, AttributeError)
 
 
@@ -69,7 +69,7 @@ class Context:
         self.recipes = self._load(recipes or RECIPES)
         self.packages = packages_of(recipes, suites)
         self.suites = {**SUITES, **self._load(suites or {})}
-        # returns a context in which the command uses the model as its arguments require
+        # a function that returns a context manager, inside which the model is used as the command's arguments require
         self.using: Callable[[Any, argparse.Namespace], AbstractContextManager[Any]]
         self.using = self._load(using) if using is not None else lambda model, args: nullcontext()
 
@@ -112,7 +112,7 @@ def train(args: argparse.Namespace, context: Context) -> int:
         names.append("samples")
     check_suites(names, context.suites)
     resume = bool(args.resume)
-    # the lock is held until the evaluations are written
+    # hold the lock until the evaluations are written
     with ExitStack() as held:
         with together(recipe.run.rank_timeout):
             held.enter_context(run_lock(out, resume=resume))
@@ -159,7 +159,7 @@ def _asked_for(args: argparse.Namespace, context: Context) -> tuple[str, Path, l
     name = fields.pop(0) if fields and not fields[0].startswith("-") else None
     folder: str | None = args.resume if isinstance(args.resume, str) else None
     if name is None and folder is not None and folder in context.recipes and not Path(folder).is_dir():
-        # the call is `train --resume RECIPE --out DIR`
+        # here the call is `train --resume RECIPE --out DIR`
         name, folder = folder, None
     if folder is not None and args.out is not None and Path(folder) != args.out:
         raise ValueError(f"--resume and --out name two folders, {folder} and {args.out}; give the one of the run")
@@ -255,7 +255,7 @@ def bench(args: argparse.Namespace, context: Context) -> None:
         from transformers import AutoModelForCausalLM
 
         model = from_config(AutoModelForCausalLM, config_of(args.target, context), dtype=dtype).to(device)
-        # random weights have no folder with a tokenizer, and the recipe's tokenizer may have to be downloaded
+        # random weights come without a tokenizer, and the recipe's may have to be downloaded: use bytes if they fit
         if text_vocab_size(model) >= len(tokenizers.byte_tokenizer()):
             tokenizer = tokenizers.byte_tokenizer()
     with context.using(model, args):

@@ -24,7 +24,7 @@ def add_finetune(
     """
     sub = add("finetune", summary, example, run, takes_fields=True)
     needed = " ".join(filter(None, ("CHECKPOINT", required, "--out DIR")))
-    # CHECKPOINT is read from the remaining arguments, as `train` reads RECIPE
+    # read CHECKPOINT from the remaining arguments, as `train` reads RECIPE
     sub.usage = f"{sub.prog} {needed} [--config FILE] [--FIELD VALUE ...]\n       {sub.prog} --resume DIR"
     sub.description = f"{sub.description} CHECKPOINT is the folder of a converted model; --FIELD VALUE as in train."
     sub.set_defaults(needed=needed)
@@ -62,7 +62,7 @@ def run_finetune(
         raise ValueError(f"{settings['checkpoint']} holds no model: expected a folder with config.json and weights")
     recipe, resume = recipe_of(**settings), bool(args.resume)
     recipe = resumed(recipe, out, fields, args.config) if resume else overridden(recipe, fields, args.config)
-    # the lock is held until `finish` has written its model
+    # hold the lock until `finish` has written its model
     with run_lock(out, resume=resume):
         result = train_locked(recipe, out, resume=resume, recorded={"finetune": settings})
         if (code := end_of_training(args, result)) is not None:

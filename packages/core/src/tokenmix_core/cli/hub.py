@@ -1,4 +1,4 @@
-"""Publishing of a trained model: write its model card, and upload the folder to the hub."""
+"""Publish a trained model: write its model card, and upload the folder to the hub."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tokenmix_core.training.manifest import RUN_MANIFEST
 CARD = "README.md"
 # a model card with this line was written by this module
 MARK = "<!-- written by tokenmix push -->"
-# files to upload; logs and manifests contain local paths, so that they stay, and the card has their content
+# files to upload, without logs and manifests: these contain local paths, and the card repeats their content
 UPLOADED = (
     CARD, "config.json", "generation_config.json", "*.safetensors", "*.safetensors.index.json", *COMPANIONS,
     "evaluation/*.png",
@@ -33,7 +33,7 @@ UPLOADED = (
 
 
 def push(args: argparse.Namespace, context: Context) -> None:
-    """`tokenmix push`: write a model card, and upload the folder."""
+    """Run `tokenmix push`: write a model card, and upload the folder."""
     from huggingface_hub.utils import validate_repo_id
 
     folder = Path(args.checkpoint)
@@ -50,7 +50,7 @@ def push(args: argparse.Namespace, context: Context) -> None:
     if args.dry_run:
         print(f"{path}: the model card; nothing was uploaded")
         return
-    # this raises for a model that cannot be loaded, which must not be published
+    # raise an error for a model that cannot be loaded: it must not be published
     load_model(folder, torch.device("cpu"), torch.float32)
     print(upload(folder, args.repo, private=args.private))
 
@@ -120,7 +120,8 @@ def _what(config: Any) -> str:
 
 def _loading(config: Any, repo: str) -> str:
     homes = [type(config).__module__, *(find_mixer(name).__module__ for name in _mixers(config))]
-    # importing a package registers the models that it announces; models of core may also need the module of a mixer
+    # importing a package registers the models that it announces; a model of core may also need the module of a
+    # mixer
     imports = {"import tokenmix_core": None}
     for home in homes:
         package = home.partition(".")[0]

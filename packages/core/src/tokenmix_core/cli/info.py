@@ -83,7 +83,7 @@ def describe_fields(recipe: Recipe) -> str:
     values, config = recipe.values(), recipe.model_config()
     texts = described(DataRecipe) | described(OptimizerRecipe) | described(RunRecipe)
     model, of_model = values.pop("model"), described(type(config))
-    # transformers itself sets auto_map, users do not
+    # leave out auto_map, which only transformers itself sets
     names = [name for name in of_model if name not in model and name != "auto_map"]
     others = {name: getattr(config, name) for name in names if hasattr(config, name)}
     return "\n".join(
@@ -100,7 +100,7 @@ def describe_fields(recipe: Recipe) -> str:
 def _commented(values: Mapping[str, Any], texts: Mapping[str, str], *, value_prefix: str = "") -> str:
     lines, before = [], ""
     for name, value in values.items():
-        # if several fields share a description, it is printed above the first of them
+        # print a description that several fields share above the first of them
         if (text := texts.get(name, "")) != before:
             lines += [f"# {line}" for line in textwrap.wrap(text, 110)]
         before = text

@@ -1,4 +1,4 @@
-"""Processes that torchrun started for one evaluation, whose rows they split."""
+"""Split the rows of one evaluation over the processes that torchrun started."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tokenmix_core.evaluation.options import EvalOptions
 
 # the suites whose rows are split
 SPLIT = ("perplexity-by-position",)
-# seconds without a sign of life from a rank, after which the other ranks end
+# seconds without a sign of life from a rank after which the other ranks end
 _TIMEOUT = 600.0
 
 

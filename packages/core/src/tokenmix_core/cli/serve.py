@@ -10,8 +10,8 @@ from pathlib import Path
 from tokenmix_core._utils.optional import require
 from tokenmix_core.cli.commands import Context, device_and_dtype, load_model, load_tokenizer
 
-# seconds that running requests get to end after SIGTERM; seconds until an idle connection is closed, longer than
-# clients keep one open, so that no client sends a request while the server closes the connection
+# seconds that running requests get to end after SIGTERM; seconds until an idle connection is closed: more than clients
+# keep a connection open, so that no client sends a request while the server closes its connection
 _GRACE, _IDLE = 30, 75
 
 
@@ -30,13 +30,13 @@ def serve(args: argparse.Namespace, context: Context) -> None:
         raise ValueError(f"--prefix-cache must be at least 0 bytes, got {args.prefix_cache}")
     name = args.name or Path(args.checkpoint).resolve().name
     pool = ContinuousBatchingConfig(max_requests_per_batch=args.max_requests, max_batch_tokens=args.max_batch_tokens)
-    # bind the port first, so that a port in use is reported before the model is loaded
+    # bind the port first: a port in use is then reported before the model is loaded
     with socket.create_server((args.host, args.port)) as listening:
         device, dtype = device_and_dtype(args.device, args.dtype)
         model, tokenizer = load_model(args.checkpoint, device, dtype), load_tokenizer(args.checkpoint)
         host, port = listening.getsockname()[:2]
         reach = "only this machine can reach it" if host.startswith("127.") else "other machines can reach it"
-        # uvicorn shuts down at SIGTERM and then raises it again in this process, which must ignore it
+        # ignore SIGTERM in this process: uvicorn handles it, shuts down, and then raises it again
         signal.signal(signal.SIGTERM, lambda *_: None)
         with context.using(model, args):
             length = args.max_model_len or model.config.max_position_embeddings

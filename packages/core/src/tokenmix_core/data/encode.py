@@ -22,9 +22,9 @@ from tokenmix_core._utils.trust import is_trusted, trusting
 from tokenmix_core.data.token_file import token_dtype
 from tokenmix_core.data.tokenizer import BYTES, PROBE, encode_texts, load_tokenizer
 
-# number of characters in a batch, and number of batches that are encoded before worker processes are started
+# number of characters in a batch; number of batches to encode before worker processes are started
 _BATCH_CHARS, _FIRST_BATCHES = 2**18, 16
-# number of batches per worker process that may wait to be encoded or written
+# maximum number of batches per worker process that wait to be encoded or written
 _AHEAD = 3
 Encode = Callable[[Sequence[str]], list[np.ndarray]]
 
@@ -88,7 +88,7 @@ class Encoding:
         backend.encode_special_tokens = not self.special_tokens
 
         def encoded(texts: Sequence[str]) -> list[np.ndarray]:
-            # not encode_batch_fast, which takes 1.4 times as long
+            # `encode_batch`, because encode_batch_fast takes 1.4 times as long
             with _one_thread():
                 return [
                     np.asarray(x.ids, self.dtype) for x in backend.encode_batch(list(texts), add_special_tokens=False)
@@ -132,7 +132,7 @@ def encoding_of(name: str, tokenizer: Any, *, special_tokens: bool = False) -> E
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """Context in which `tokenizers` uses one thread, so that only `workers` determines how many cores are used."""
+    """Context manager: the library `tokenizers` uses one thread, so that only `workers` determines the cores in use."""
     name = "TOKENIZERS_PARALLELISM"
     before = os.environ.get(name)
     os.environ[name] = "false"
@@ -207,7 +207,7 @@ def _result(batch: list[Item], future: Future) -> Iterator[tuple[Item, np.ndarra
     return _joined(batch, np.split(tokens, ends[:-1]) if len(ends) else [])
 
 
-# set in a worker process: the function that encodes
+# the function that encodes, in a worker process; empty in the main process
 _worker: list[Encode] = []
 
 

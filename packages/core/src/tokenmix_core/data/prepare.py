@@ -26,10 +26,10 @@ _COMMIT_SECONDS = 10.0
 _SHOWN_BAD_ROWS = 5
 _MOST_WORKERS = 1024
 BUILT_IN_HELD_OUT = 0.05
-# prefix of the names whose hashes decide the split; with this one, about 4 % of the text of Python 3.11 to 3.13 is held
-# out, without near-duplicates in the training part
+# prefix of the names whose hashes decide the split. With this prefix about 4 % of the text of Python 3.11 to 3.13 is
+# held out, and the training part has no near-duplicates of it
 _FAMILIES = "module"
-# smallest fraction of families to hold out, so that at least one is held out
+# minimum fraction of families to hold out, so that at least one is held out
 _LEAST_SHARE = 0.013
 
 OnBadRow = Literal["stop", "skip"]
@@ -115,7 +115,7 @@ def prepare(
             f"{error}; {run.consumed:,} rows before it are kept in {writer.partial}{skip}; remove that to begin again"
         ) from error
     except BaseException:
-        # rows up to the last commit stay, for the next call
+        # keep the rows up to the last commit for the next call
         writer.close()
         raise
     described = {**source.description, **about, "skipped_rows": run.skipped}
@@ -223,7 +223,7 @@ class _Preparation:
         return self.max_tokens is not None and self.writer.tokens >= self.max_tokens
 
     def _parts(self) -> Iterator[_Part]:
-        """Yield the parts of all rows; if reading the source fails, yield the error last."""
+        """Yield the parts of all rows; if the source cannot be read further, yield the error as the last part."""
         try:
             for row in self.source.rows(self.consumed):
                 if isinstance(row, BadRow):
@@ -321,7 +321,7 @@ def tokens_sha256(path: Path) -> str:
 
 def _built_in_corpus(tokenizer: str, source: Source) -> Path:
     fingerprint = tokenizer_fingerprint(load_tokenizer(tokenizer))
-    # files with the older split, by text, have no third part in their names
+    # files with the older split, by text, have names without this third part
     split = "-by-family" if source.description.get("split") == BY_FAMILY else ""
     path = cache_folder() / f"{STDLIB}-{source.description['sha256'][:12]}-{fingerprint[:12]}{split}"
     try:

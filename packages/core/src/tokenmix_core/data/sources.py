@@ -19,14 +19,15 @@ from tokenmix_core._utils.optional import require
 from tokenmix_core.data.text import BadRow, FileText, LongText, not_utf8
 
 STDLIB = "stdlib"
-# value of `split` in the description of a standard-library token file; older files lack it: split by each text's hash
+# value of `split` in the description of a standard-library token file; older files have none: their split is by each
+# text's hash
 BY_FAMILY = "module family"
 # short names of the corpora on which the papers' models are trained
 HUB_ALIASES: dict[str, tuple[str, str | None]] = {
     "fineweb-edu": ("HuggingFaceFW/fineweb-edu", "sample-100BT"),
     "slimpajama": ("cerebras/SlimPajama-627B", None),
 }
-# the kind of a file, which the end of its name determines; a text file is one document
+# kinds of files, recognised by the end of the name; a text file is one document
 JSONL, PARQUET, TEXT = "JSONL", "parquet", "text"
 _KINDS = {
     JSONL: (".jsonl", ".jsonl.gz", ".ndjson", ".ndjson.gz"),
@@ -34,15 +35,15 @@ _KINDS = {
     TEXT: (".txt", ".md", ".rst", ".py", ".text"),
 }
 _READABLE = ", ".join(itertools.chain(*_KINDS.values()))
-# these files decode as text, but contain data
+# endings of files that decode as text but contain data
 _NO_TEXT = (".json", ".csv", ".tsv")
-# folders that are not modules of the library itself, or that some builds of Python lack
+# names of folders that are not modules of the library itself, or that some builds of Python lack
 _STDLIB_LEFT_OUT = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
-# the errors that Arrow raises for damaged files
+# errors that Arrow raises for damaged files
 _DAMAGED_PARQUET = (OSError, ValueError, NotImplementedError)
-# maximum number of rows of a parquet file that are read at once, and of their bytes
+# maximum number of rows, and of their bytes, that are read from a parquet file at once
 _PARQUET_ROWS, _PARQUET_BYTES = 1024, 2**24
-# a text file of more bytes is read in parts
+# maximum size in bytes of a text file that is read at once; larger files are read in parts
 _LONG_BYTES = 2**24
 _SURROGATE = re.compile(r"[\ud800-\udfff]")
 
@@ -120,10 +121,10 @@ def open_source(spec: str, *, text_field: str = "text", subset: str | None = Non
         # this dataset's files are compressed with Zstandard, which datasets does not install
         require("zstandard", "data")
     try:
-        # safe, because datasets from version 4 on runs no code of a repository
+        # this is safe: datasets from version 4 on runs no code of a repository
         dataset = datasets.load_dataset(name, subset, split=split, streaming=True)
     except Exception as error:
-        # the hub's client raises many types of errors for an unknown name, subset or split, or a missing network
+        # the hub's client raises errors of many types for an unknown name, subset or split, or without a network
         known = f"none of {', '.join([STDLIB, *HUB_ALIASES])}"
         tried = f"stands for {name}, which" if spec in HUB_ALIASES else f"is no file or folder here, {known}, and"
         raise ValueError(f"source {spec!r} {tried} could not be opened on the hub: {_first_line(error)}") from error
@@ -171,7 +172,7 @@ def _text_of(row: Any, text_field: str, where: str) -> str | BadRow:
     if not isinstance(text, str):
         got = "null" if text is None else type(text).__name__
         return BadRow(f"{where}: field {text_field!r} must be text, got {got}")
-    # a JSON escape may encode half of a surrogate pair
+    # a JSON escape may encode only one half of a surrogate pair, which is no text
     if not text.isascii() and (half := _SURROGATE.search(text)) is not None:
         return BadRow(f"{where}: field {text_field!r} holds half a character at position {half.start()}")
     return text
@@ -235,7 +236,7 @@ def _jsonl_rows(file: Path, text_field: str) -> Iterator[str | BadRow]:
             for number, line in enumerate(lines, start=1):
                 if not line.isspace():
                     row = _json_row(line, text_field, f"{file}, line {number}")
-                    # release the memory of a long line before its text is used
+                    # free the memory of a long line before its text is used
                     line = b""
                     yield row
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
@@ -301,7 +302,7 @@ def _text_file(file: Path) -> str | LongText | BadRow:
     try:
         if file.stat().st_size > _LONG_BYTES:
             return LongText(file, TEXT)
-        # as bytes: reading text would take \r\n for \n
+        # read bytes: reading as text would turn \r\n into \n
         return FileText(file.read_bytes().decode(), TEXT)
     except UnicodeDecodeError as error:
         return not_utf8(file, error.start)
@@ -310,7 +311,7 @@ def _text_file(file: Path) -> str | LongText | BadRow:
 
 
 def module_family(name: str) -> str:
-    """Return the name that decides the split of a file of the standard library.
+    """Return the family of a standard-library file, the name that decides its split.
 
     A package is one family, so that near-duplicates such as the tables in `encodings` stay together. So is a module
     with its implementation in Python, such as `datetime` and `_pydatetime`: code moves between the two from one Python

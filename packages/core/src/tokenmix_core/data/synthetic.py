@@ -43,7 +43,7 @@ def mqar(
     power: float = 0.01,
     random_filler: bool = True,
 ) -> RecallExamples:
-    """Multi-query associative recall (Arora et al. 2023, Zoology).
+    """Return examples of multi-query associative recall (Arora et al. 2023, Zoology).
 
     A sequence begins with `num_pairs` pairs of a key and its value, all different. Each key occurs once more later, at
     an even distance 2γ from the end of the pairs with p(γ) ∝ γ^(power − 1); there the model must predict its value.
@@ -88,7 +88,7 @@ def mqar(
         keys = 1 + rng.choice(half - 1, num_pairs, replace=False)
         values = half + rng.choice(vocab_size - half, num_pairs, replace=False)
         input_ids[row, 0:context:2], input_ids[row, 1:context:2] = keys, values
-        # Gumbel-top-k: the largest of log-weights plus Gumbel noise are a draw without replacement
+        # Gumbel-top-k: the largest sums of log-weight and Gumbel noise are a draw without replacement
         slot = np.argsort(-(log_weight + rng.gumbel(size=slots)))[:num_pairs]
         query = context + 2 * slot
         input_ids[row, query] = keys
@@ -106,7 +106,7 @@ def copying(
     seed: int = 0,
     first: int = 0,
 ) -> RecallExamples:
-    """Copying after a delay (Arjovsky et al. 2016), and selective copying (Jing et al. 2019; Gu and Dao 2023).
+    """Return examples of copying (Arjovsky et al. 2016) or selective copying (Jing et al. 2019; Gu and Dao 2023).
 
     A sequence holds `num_tokens` tokens among blanks: at its beginning, or, if `selective`, at random positions. Then
     follow a marker and the same tokens in the same order, which the model must predict. Token 0 is the blank, token 1
@@ -177,7 +177,7 @@ NIAH_TASKS = {
     "s-niah-2": _NiahTask("text", "number"),
     "s-niah-3": _NiahTask("text", "uuid"),
 }
-# by the name of the source of training rows, whether blanks stand between the tokens to copy
+# for each source of copying rows: whether blanks stand between the tokens to copy
 COPYING = {"copying": False, "selective-copying": True}
 NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
 _NOISE_WORDS = [*NOISE.split()[:-1], NOISE.split()[-1] + "\n"]
@@ -238,7 +238,7 @@ def niah(
     seed: int = 0,
     index: int = 0,
 ) -> NiahExample:
-    """A single needle in a haystack, S-NIAH 1 to 3 of RULER (Hsieh et al. 2024), as long as `max_tokens` allows.
+    """Return an example of S-NIAH 1 to 3 of RULER (Hsieh et al. 2024): one needle in the longest haystack that fits.
 
     The needle states the special magic number (or uuid) for some word; the question asks for it and ends with the
     beginning of the answer. S-NIAH-1 hides a number in repeated filler sentences, S-NIAH-2 a number in running text,
@@ -278,7 +278,7 @@ def niah(
         words = [source[(first + i) % len(source)] for i in range(count)]
         boundaries = np.cumsum([0, *(len(word) + 1 for word in words)])
         at = int(np.abs(boundaries - depth * boundaries[-1]).argmin())
-        # the haystack of repeated sentences has one sentence per line, without a trailing blank
+        # repeated sentences form a haystack with one sentence per line: no blank at the start of a line
         text = " ".join([*words[:at], hidden, *words[at:]]).replace("\n ", "\n")
         return text, float(boundaries[at] / max(boundaries[-1], 1))
 
@@ -292,7 +292,7 @@ def niah(
             f"niah: max_tokens={max_tokens} is too short for the needle and its question, which need "
             f"{bare + max_tokens - budget} tokens"
         )
-    # extrapolate from the tokens per word of a growing sample, then remove words until it fits
+    # estimate the number of words from the tokens per word of a growing sample, then remove words until the text fits
     count, rate = 64, 0.0
     for _ in range(3):
         rate = max((tokens(count) - bare) / max(count, 1), 0.05)

@@ -1,4 +1,4 @@
-"""Documents of a corpus: the kind of file that each is from, its split, and how long documents are read in parts."""
+"""Documents of a corpus: the kind of file they come from, their split, and the reading of long documents in parts."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import hashlib
 from collections.abc import Iterator
 from pathlib import Path
 
-# number of characters in a part, and how far before its end a boundary is searched
+# number of characters in a part; number of characters before a part's end in which a boundary is searched
 PART_CHARS, LOOK_BACK = 2**20, 2**16
 _BLOCK_BYTES = 2**20
 
@@ -70,7 +70,7 @@ class LongText:
     def _decoded(self, digest: hashlib._Hash | None = None) -> Iterator[str]:
         decoder = codecs.getincrementaldecoder("utf-8")()
         first = 0
-        # opened as bytes, because reading text would turn \r\n into \n
+        # open as bytes: reading as text would turn \r\n into \n
         with open(self.path, "rb") as file:
             while True:
                 block = file.read(_BLOCK_BYTES)
@@ -92,7 +92,7 @@ class LongText:
         waiting = ""
         for text in self._decoded():
             waiting += text
-            # the character after a part shows whether a space ends its last word, so more than a part is needed
+            # more than one part is needed: the character after a part shows whether a space ends its last word
             while len(waiting) > PART_CHARS:
                 end = part_end(waiting, 0)
                 yield waiting[:end]

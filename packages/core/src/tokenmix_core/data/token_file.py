@@ -27,7 +27,7 @@ from tokenmix_core._utils.validation import check_fields
 FORMAT = "tokenmix-tokens-1"
 TOKENS, DOCUMENTS, META = "tokens.bin", "documents.npy", "meta.json"
 _STAMP = ".verified"
-# dtype of the tokens for vocabularies of up to 65,536 tokens, and for larger ones
+# dtypes of tokens: for vocabularies of up to 65,536 tokens, and for larger ones
 _DTYPES = ("<u2", "<u4")
 
 
@@ -201,7 +201,7 @@ def _verify(path: Path, meta: TokenFileMeta) -> None:
     for name, expected in meta.sha256.items():
         if (got := file_sha256(path / name)) != expected:
             raise ValueError(f"{path / name} is damaged: its sha256 is {got[:12]}…, {META} says {expected[:12]}…")
-    # in a read-only folder the result cannot be stored, so that the next reader checks again
+    # in a read-only folder the result of the check cannot be stored; the next reader checks again
     with contextlib.suppress(OSError):
         write_atomically(path / _STAMP, json.dumps(stamp))
 

@@ -1,4 +1,4 @@
-"""Write a token file in steps, so that after a kill another writer can continue."""
+"""Write a token file in steps, so that another writer can continue after a kill."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from tokenmix_core.data.token_file import (
 P = ParamSpec("P")
 T = TypeVar("T")
 _SPLITS = ("train", "held_out")
-# a single document with more tokens is split; and the least number of tokens that are then held out, from its end
+# a document with more tokens than this is split if it is the only one; minimum number of tokens held out from its end
 _LARGE_DOCUMENT, _LEAST_HELD_OUT = 2**18, 2**14
 
 
@@ -54,13 +54,13 @@ def _hold_out_one(
     large = moved.sum() == 1 and lengths[moved][0] > max(_LARGE_DOCUMENT, share * len(tokens))
     if len(lengths) == 1 and not large:
         moved[:] = False
-    # `cut` alternates between tokens that stay and tokens that are moved
+    # `cut` alternates between tokens that stay and tokens that are moved to the held-out part
     cut = np.split(tokens, edges[moved].ravel())
     stay, go, left, gone = cut[0::2], cut[1::2], lengths[~moved], lengths[moved]
     if large:
         (document,), index = go, int(np.flatnonzero(moved)[0])
         at = len(document) - max(_LEAST_HELD_OUT, int(share * len(tokens)))
-        # both parts become documents, so that the first part also needs an end token
+        # both parts become documents, so the first part needs an end token too
         stay[1:1] = [document[:at], np.array([eos_token_id], tokens.dtype)]
         go, gone = [document[at:]], np.array([len(document) - at])
         left = np.insert(left, index, at + 1)
@@ -68,7 +68,7 @@ def _hold_out_one(
 
 
 def _told(method: Callable[Concatenate[TokenFileWriter, P], T]) -> Callable[Concatenate[TokenFileWriter, P], T]:
-    """Decorate a method so that an error of writing is reported in one sentence, with the folder and its free space."""
+    """Decorate a method: an error while writing becomes one sentence with the folder and its free space."""
 
     @functools.wraps(method)
     def call(self: TokenFileWriter, *args: P.args, **options: P.kwargs) -> T:
@@ -81,9 +81,9 @@ def _told(method: Callable[Concatenate[TokenFileWriter, P], T]) -> Callable[Conc
 class TokenFileWriter:
     """Writes a token file into the folder `<path>.partial`, which is renamed to `path` when it is complete.
 
-    `commit` writes the documents appended so far safely to disk; another writer with the same settings continues after
-    the last commit. Then `consumed` is the number of the source's rows before that commit, `skipped` the number of bad
-    rows among them, and `kinds` the number of documents of each kind of file, which the caller counts.
+    `commit` flushes the documents appended so far to disk; another writer with the same settings continues after the
+    last commit. In that writer `consumed` is the number of the source's rows before that commit, `skipped` the number
+    of bad rows among them, and `kinds` the number of documents of each kind of file, which the caller counts.
 
     Args:
         path: the folder to make.
@@ -170,7 +170,7 @@ class TokenFileWriter:
             file.flush()
             os.fsync(file.fileno())
         self.consumed, self.skipped = consumed, skipped
-        # `_sizes` does not count a document that has no end yet
+        # `_sizes` does not include a document that has not ended
         progress = {"settings": self.settings, "consumed": consumed, "skipped": skipped, "sizes": self._sizes}
         progress["kinds"] = dict(self.kinds)
         write_atomically(self.partial / "progress.json", json.dumps(progress))
@@ -196,7 +196,7 @@ class TokenFileWriter:
         parts = {split: [map_tokens(self.partial / f"{split}.tokens", self.dtype)] for split in lengths}
         if hold_out and len(lengths["train"]) and not len(lengths["held_out"]):
             parts, lengths = _hold_out_one(parts["train"][0], lengths["train"], hold_out, eos_token_id)
-        # written to another folder, so that a process killed from here on leaves the committed files unchanged
+        # write to another folder: a process killed from here on then leaves the committed files unchanged
         whole = self.partial / "whole"
         remove(whole)
         whole.mkdir()
@@ -222,7 +222,7 @@ class TokenFileWriter:
         write_atomically(whole / META, json.dumps(asdict(meta), indent=2) + "\n")
         sync_tree(whole)
         os.rename(whole, self.path)
-        # remove the partial files only when the whole file is safely on disk
+        # remove the partial files only after the whole file is on disk
         sync(self.path.parent)
         shutil.rmtree(self.partial)
         self._lock.release()

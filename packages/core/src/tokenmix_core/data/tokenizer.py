@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 BYTES = "bytes"
 BYTE_SPECIALS = {"pad_token": "<|pad|>", "bos_token": "<|begin|>", "eos_token": "<|end|>"}
-# a text that tokenizers split differently: it has case, digits, white space, accents, scripts, symbols, line ends
+# a text for which different tokenizers produce different tokens: case, digits, white space, accents, scripts, symbols
 PROBE = (
     "The quick brown Fox, 12345 and 3.14e-5;\n\tdef f(x):\r\n        return x  # naïve café Ωμέγα 漢字 😀 "
     "don't can't we'll http://a.b/c?d=e&f=%20 <tag attr='1'/> {}[]()\\|~`^$ AAAAAAAA        end"
@@ -35,7 +35,7 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(list(BYTE_SPECIALS.values()))
-    # text that spells a special token is encoded as bytes, so that it cannot end a document
+    # encode text that spells a special token as bytes, so that it cannot end a document
     options = {"clean_up_tokenization_spaces": False, "split_special_tokens": True}
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **options, **BYTE_SPECIALS)
 
@@ -62,7 +62,7 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerFast:
     except ImportError:
         raise
     except Exception as error:
-        # the library raises errors of class Exception for a damaged file
+        # the library raises plain errors of class Exception for a damaged file
         reason = str(error).strip().splitlines()
         raise ValueError(
             f"tokenizer {name!r} could not be loaded ({reason[0] if reason else type(error).__name__}); "
@@ -83,7 +83,7 @@ def encode_texts(
         texts: the texts.
         special_tokens: whether text that spells a special token becomes that token.
     """
-    # a tokenizer with `split_special_tokens` never makes special tokens of text
+    # a tokenizer with `split_special_tokens` never turns text into special tokens
     split = not special_tokens or tokenizer.split_special_tokens
     return tokenizer(list(texts), add_special_tokens=False, verbose=False, split_special_tokens=split)["input_ids"]
 

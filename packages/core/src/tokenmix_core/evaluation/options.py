@@ -88,7 +88,7 @@ class EvalOptions:
         return max(lengths)
 
 
-# for each curve, by name, the x values and the y values of its points: two lists of equal length
+# curves by name: x values and y values of the points, two lists of equal length
 Series = dict[str, tuple[list[float], list[float]]]
 
 
@@ -153,9 +153,8 @@ class Suite(NamedTuple):
     Attributes:
         summary: one line on what the suite measures, for `info` and `--help`.
         run: `(model, tokenizer, options) -> SuiteResult`.
-        needs: takes the options and returns the least number of held-out text tokens with which the suite can run; None
-            if the suite needs no text.
-        reads: the options in `OPTIONAL` that the suite reads; None if unknown.
+        needs: a function of the options that returns the minimum number of held-out text tokens; None if the suite
+        needs no text. reads: the options in `OPTIONAL` that the suite reads; None if unknown.
     """
 
     summary: str
@@ -170,5 +169,5 @@ class Suite(NamedTuple):
 
 
 def one_sequence(default: int) -> Callable[[EvalOptions], int]:
-    """Return the `needs` of a suite that measures one sequence, of the largest of the options' lengths."""
+    """Return the function `needs` of a suite that measures one sequence of the largest of the options' lengths."""
     return lambda options: max(options.lengths or (options.max_length or default,))

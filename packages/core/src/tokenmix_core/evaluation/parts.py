@@ -11,7 +11,7 @@ from tqdm import tqdm
 
 from tokenmix_core.evaluation.options import SuiteResult
 
-# errors that wrong input causes; any other error is a bug, so that its traceback is printed
+# errors that wrong input causes; any other error is a bug and is printed with its traceback
 BAD_INPUT = (ValueError, OSError, ImportError)
 
 
@@ -36,7 +36,7 @@ class Parts:
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
-        """Return a context for a part: an error inside is stored instead of raised, so that the next part can run."""
+        """Context manager for a part: an error inside is stored instead of raised, so that the next part can run."""
         try:
             yield
         except Exception as error:

@@ -41,10 +41,10 @@ def token_losses(model: Any, input_ids: Int[Tensor, "B T"], *, piece: int | None
         raise ValueError(f"token_losses: piece must be positive, got {piece}")
     on_gpu = input_ids.device.type == "cuda"
     budget = torch.cuda.get_device_properties(input_ids.device).total_memory // 8 if on_gpu else 2**30
-    # bytes of the float32 logits of a token and their log-softmax
+    # bytes of a token's float32 logits and their log-softmax
     token_bytes = 8 * text.text_vocab_size(model)
     chunk = piece or max(16, budget // token_bytes)
-    # first reduce the number of rows per pass: as long as a pass has whole sequences, no cache is needed
+    # reduce the rows of a pass first: passes of whole sequences need no cache
     rows = max(1, budget // (token_bytes * min(chunk, length)))
     losses = [_row_losses(model, batch, chunk) for batch in input_ids.split(rows)]
     return torch.cat(losses)
@@ -55,7 +55,7 @@ def _row_losses(model: Any, input_ids: Tensor, chunk: int) -> Tensor:
     inputs = input_ids[:, :-1]
     if inputs.shape[1] <= chunk:
         return _cross_entropy(model(input_ids=inputs, use_cache=False).logits, targets)
-    # imported here, because `info` lists the suites and should not import models
+    # a late import: `info` lists the suites and should not import models
     from tokenmix_core.modeling import CACHE
 
     cache, losses = None, []

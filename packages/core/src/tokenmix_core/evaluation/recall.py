@@ -30,7 +30,7 @@ MQAR_PAIRS = (4, 8, 16, 32, 64, 128, 256, 512)
 COPY_LENGTHS = (64, 128, 256)
 COPY_TOKENS = (4, 8, 16, 32, 64, 128, 256, 512)
 COPY_VOCABULARY = 64
-# held-out examples have indices from here on, which training never uses
+# index of the first held-out example; training uses only lower indices
 MQAR_HELD_OUT = COPY_HELD_OUT = 2**40
 NIAH_LENGTHS = (1024, 2048, 4096)
 _HAYSTACK_WORDS = 200_000
@@ -185,7 +185,7 @@ def _recall_suite(
     for name in tqdm(chosen, desc=names.suite, unit="task", disable=not options.progress):
         with parts.part(name):
             case = cases[name]
-            # the mean is right because all examples of a case have equally many scored positions
+            # the mean is right, because all examples of a case have the same number of scored positions
             accuracies, loss = _score_examples(model, examples(limit, case), options.batch_size or 32)
             accuracy = float(np.mean(accuracies))
             samples.append(accuracies)

@@ -19,7 +19,7 @@ from tokenmix_core.evaluation.options import Plot, SuiteResult
 
 REPORT = "report.md"
 _MARKERS = "osD^v<>ph*"
-# replacements for characters that would break a Markdown table
+# replacements of characters that would break a Markdown table
 _SHOWN = {"\n": "⏎", "\t": "⇥", "\r": ""}
 
 
@@ -88,12 +88,12 @@ def figure_of(plot: Plot) -> Any:
         ImportError: matplotlib is not installed.
     """
     require("matplotlib", "plots")
-    # matplotlib's object interface selects no window system and keeps no global state
+    # this backend opens no window and keeps no global state
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     series = plot["series"]
-    # the legend has its own area below the axes, with two entries per line, where it covers no curve
+    # the legend has an area of its own below the axes, two entries per line, and covers no curve
     figure = Figure(figsize=(7, 4.2 + 0.21 * ((len(series) + 1) // 2)), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
@@ -131,7 +131,7 @@ def _format_axes(axes: Any, plot: Plot) -> None:
         axes.set_xscale("log", base=2)
         axes.xaxis.set_major_formatter("{x:,.0f}")
     elif max(map(abs, values), default=0) >= 10_000:
-        # label ticks as 1.2M, not as 1.2 with a factor of 1e6 in a corner
+        # label ticks as 1.2M, not as 1.2 with a factor of 1e6 in a corner of the plot
         axes.xaxis.set_major_formatter(EngFormatter(sep=""))
     elif all(float(value).is_integer() for value in values):
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
@@ -159,7 +159,7 @@ def write_result(result: SuiteResult, folder: Path) -> list[Path]:
     written = [folder / f"{suite}.json"]
     result = {"provenance": software(), **result}
     text = json.dumps(result, indent=1, ensure_ascii=False, allow_nan=True) + "\n"
-    # several processes may write evaluations into the same folder
+    # one process at a time: several may write evaluations into the same folder
     with one_at_a_time(folder):
         write_atomically(written[0], text)
         paths = _plot_paths(suite, len(result["plots"]), folder)

@@ -25,7 +25,7 @@ def split_token_losses(
     Raises:
         ValueError: another library's model, or a layer that cannot split rows; the same sentence on all ranks.
     """
-    # `info` lists the suites and should not import models
+    # a late import: `info` lists the suites and should not import models
     from tokenmix_core.modeling import HybridForCausalLM
     from tokenmix_core.parallel import SequenceShard, gather_rows, sequence_shard
 
@@ -34,7 +34,7 @@ def split_token_losses(
     parts = 2 * torch.distributed.get_world_size(group)
     tokens, losses = input_ids.shape[1] - 1, []
     padding = -tokens % parts
-    # padding is a document of its own, which others do not see
+    # padding is a document of its own, which the other documents do not see
     boundaries = [0, tokens, tokens + padding] if padding else None
     for row in input_ids.split(1):
         shard = SequenceShard(tokens + padding, boundaries, layout="zigzag", group=group)

@@ -22,7 +22,7 @@ from tokenmix_core.evaluation.perplexity import perplexity_suite
 from tokenmix_core.evaluation.recall import copying_suite, generate_text, mqar_suite, niah_suite
 from tokenmix_core.evaluation.report import format_rows, format_settings, write_result
 
-# for each task, by lm-eval's name, the metric that enters the average, as in the papers
+# for each task, by lm-eval's name: the metric that enters the average, as in the papers
 COMMONSENSE = {
     "wikitext": "word_perplexity",
     "lambada_openai": "acc",
@@ -50,7 +50,7 @@ RULER = (
     "ruler_qa_hotpot",
 )
 RULER_LENGTHS = (4096,)
-# LongBench-E consists of those data sets of LongBench whose examples have evenly spread lengths
+# LongBench-E: the data sets of LongBench whose examples have evenly spread lengths
 LONGBENCH = tuple(
     f"longbench_{name}_e"
     for name in (
@@ -154,7 +154,7 @@ def samples_suite(model: Any, tokenizer: Any, options: EvalOptions) -> SuiteResu
     return {"suite": "samples", "settings": settings, "rows": rows, "plots": []}
 
 
-# the options that are read by every suite of lm-eval tasks
+# the options that every suite of lm-eval tasks reads
 LM_EVAL_READS = ("lengths", "max_length", "include")
 _TEXT_READS = ("lengths", "max_length", "text")
 SUITES: dict[str, Suite] = {
@@ -189,13 +189,13 @@ SUITES: dict[str, Suite] = {
 
 
 def check_suites(names: Sequence[str], suites: Mapping[str, Suite]) -> None:
-    """Raise a ValueError if a name is not that of one of `suites`."""
+    """Raise a ValueError if a name is not one of the names of `suites`."""
     if unknown := [name for name in names if name not in suites]:
         raise ValueError(f"there is no suite {unknown[0]!r}; choose from {', '.join(suites)}")
 
 
 def check_read(names: Sequence[str], options: EvalOptions, suites: Mapping[str, Suite]) -> None:
-    """Refuse options that are set although none of the named suites reads them.
+    """Refuse options that are set but that none of the named suites reads.
 
     Raises:
         ValueError: an option is set that none of the named suites reads.
@@ -240,9 +240,9 @@ def evaluate(
     out: str | Path | None = None,
     suites: Mapping[str, Suite] = SUITES,
 ) -> dict[str, SuiteResult]:
-    """Run suites on a model; print and write each result as soon as it is there, so that a later failure loses nothing.
+    """Run suites on a model; print and write each result at once, so that a later failure loses nothing.
 
-    If a suite fails, this is reported, and the other suites still run.
+    If a suite fails, its error is printed, and the other suites still run.
 
     Args:
         model: any causal language model of transformers; it is in evaluation mode during the call. If it has a method

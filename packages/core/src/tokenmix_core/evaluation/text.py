@@ -46,7 +46,7 @@ def as_token_file(text: str | None, tokenizer: Any) -> Path | None:
 
 
 def corpus_of(text: str | None, tokenizer: Any) -> dict[str, Any]:
-    """Return how a result identifies its text: name, sha256 and, for the built-in corpus, the version of Python.
+    """Return the identity of a text for results: name, sha256 and, for the built-in corpus, the version of Python.
 
     The sha256 is taken of a token file's tokens, of the built-in corpus's files, or of a file; it is None for other
     texts.
@@ -152,7 +152,7 @@ def text_tokens(text: str | None, tokenizer: Any, count: int) -> Int[np.ndarray,
     for document in documents(text, tokenizer):
         if missing <= 0:
             break
-        # of a huge document, tokenize only 16 characters per token that is still needed, because few tokens are longer
+        # tokenize only 16 characters of a document per token that is still needed, since few tokens are longer
         ids = encode_texts(tokenizer, [document[: 16 * missing + 16]])[0]
         parts.append(np.asarray([*ids, *end], dtype=np.int64)[:missing])
         missing -= len(parts[-1])
@@ -174,7 +174,8 @@ def bytes_per_token(sequences: Int[np.ndarray, "N T"], tokenizer: Any) -> float:
     """
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if isinstance(getattr(backend, "decoder", None), _byte_level()):
-        # in byte-level BPE, each character of a token's name is one byte of text; added tokens are names themselves
+        # in byte-level BPE, each character of a token's name stands for one byte of text; names of added tokens are
+        # text
         added = {i: len(text.encode()) for text, i in tokenizer.get_added_vocab().items()}
         added |= dict.fromkeys(tokenizer.all_special_ids, 0)
         ids, counts = np.unique(sequences, return_counts=True)

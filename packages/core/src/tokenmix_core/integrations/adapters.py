@@ -162,7 +162,7 @@ def mamba_chunk_scan(
         ops.chunk_ssd, C.to(x.dtype), B.to(x.dtype), x, dt * at_least_float32(A), dt=dt, D=D,
         initial_state=None if before is None else before.mT, cu_seqlens=cu_seqlens, impl=impl,
     )  # fmt: skip
-    # the layers that call this function call .view on the outputs, which must therefore be contiguous
+    # contiguous, because the calling layers apply .view to the outputs
     y = y.reshape(shape).contiguous()
     y = y if z is None else y * F.silu(z)
     return (y, final.mT) if return_final_states else y
@@ -195,7 +195,7 @@ def selective_state_update(
     if overwritable and fitting.fits(c, x, SSD_SIZES, impl):
         y = ops.ssd_step(c, b, x, g, ours, **gates, impl=impl)
     else:
-        # compute the token as a sequence of length 1
+        # the token becomes a sequence of length 1
         token, gates["dt"] = [t.unsqueeze(1) for t in (c, b, x, g)], dt.unsqueeze(1)
         out = fitting.ssd(ops.recurrent_ssd, *token, **gates, initial_state=_wide(ours, x), impl=impl)
         y = out.o.squeeze(1)
@@ -204,7 +204,7 @@ def selective_state_update(
 
 
 def mamba_split_conv1d_scan_combined(*args: Any, **kwargs: Any) -> None:
-    """Return None, so that a layer calls convolution and scan separately."""
+    """Return None: a layer then calls convolution and scan separately."""
 
 
 def gated_norm(
@@ -214,7 +214,7 @@ def gated_norm(
     *,
     impl: Impl | None = None,
 ) -> Tensor:
-    """Forward of norms that gate after normalising: by SiLU or, in Qwen4-Exp, optionally by a sigmoid."""
+    """The forward of norms that gate after normalising: by SiLU or, in Qwen4-Exp, optionally by a sigmoid."""
     module: Any = self
     eps, impl = module.variance_epsilon, unless_gluon(impl)
     if getattr(module, "activation", "silu") == "sigmoid":
@@ -230,7 +230,7 @@ def norm_of_gated(
     *,
     impl: Impl | None = None,
 ) -> Tensor:
-    """Forward of Mamba-2's norms: gate, then normalise all channels or groups of them. Returns the weight's dtype.
+    """The forward of Mamba-2's norms: gate, then normalise all channels, or groups of them, in the weight's dtype.
 
     In Falcon-H1, whose norm may gate after normalising, the result has the input's dtype.
     """

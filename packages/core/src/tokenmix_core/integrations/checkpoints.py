@@ -1,4 +1,4 @@
-"""Conversion of other libraries' model folders to ours and back: the code that all layouts use.
+"""Convert other libraries' model folders to ours and back: the code that all layouts use.
 
 A layout converts another library's `config.json` to a configuration of ours, and maps the names of weights. This module
 reads the weights, and checks that each is present, finite and of the right shape, and that the folder has no others.
@@ -126,7 +126,7 @@ def read_weights(source: Path) -> dict[str, Tensor]:
             try:
                 tensors |= load(path)
             except Exception as error:
-                # unpickling a damaged file can raise any error
+                # any error: unpickling a damaged file can raise errors of all types
                 raise ValueError(f"{path} cannot be read, it is damaged or cut short ({error})") from error
         if lost := sorted(set(files) - set(tensors) - {""}):
             raise ValueError(f"{source}: {len(lost)} weights of {index.name} are in no part ({some(lost)})")
@@ -180,7 +180,7 @@ def load_third_party(source: Path, layouts: Sequence[Layout], dtype: str = "auto
     config, names = layout.read(fields)
     weights = {n: x for n, x in read_weights(source).items() if not n.endswith(layout.ignored or ("\0",))}
     with torch.device("meta"):
-        # the class of models that is registered for the configuration
+        # the model class that is registered for the configuration
         model: Any = trust.from_config(AutoModelForCausalLM, config)
     state = _ours(source, layout, names, weights, dict(model.state_dict()), tied=config.tie_word_embeddings)
     wide: set[str] = model.model._keep_in_fp32_modules_strict or set()  # pyright: ignore[reportAssignmentType]
@@ -193,7 +193,7 @@ def load_third_party(source: Path, layouts: Sequence[Layout], dtype: str = "auto
     model.tie_weights()
     for table in model.modules():
         if isinstance(table, RotaryEmbedding):
-            # checkpoints do not contain these buffers
+            # compute these buffers, which checkpoints do not contain
             table.inv_freq = rope_frequencies(*table.args)[0]
     if bad := not_finite(model):
         raise ValueError(f"{source}: weights are not finite: NaN or infinity in {len(bad)} tensors ({some(bad)})")

@@ -27,7 +27,7 @@ from tokenmix_core.ops.checks import bind_shapes
 from tokenmix_core.ops.types import Impl, ScanOutput
 
 Result = tuple[Tensor, Tensor | None]
-# options that tune FLA's kernels and do not change results
+# options that tune FLA's kernels and never change results
 _IGNORED = {"chunk_size"}
 
 
@@ -267,7 +267,7 @@ def reversed_tokens(
     if cu_seqlens is None:
         return [x.flip(1) for x in tensors], None, state
     T = tensors[0].shape[1] if tensors else 1
-    # padding stays behind the reversed sequences
+    # padding stays behind the sequences, whose order is reversed
     source = (cu_seqlens[-1] - 1 - torch.arange(T, device=cu_seqlens.device)) % T
     flipped = [moved(x[0], source, source).unsqueeze(0) for x in tensors]
     return flipped, (cu_seqlens[-1] - cu_seqlens).flip(0), None if state is None else state.flip(0)

@@ -14,7 +14,7 @@ from tokenmix_core.nn.mlp import swiglu_width
 
 ATTENTION, DELTA, MAMBA2 = "attention", "gated_delta_net", "mamba2"
 _SILU = ("swish", "silu")
-# the value of eps in FLA's q/k norms if the configuration has none
+# epsilon of FLA's q/k norms if the configuration states none
 _QK_NORM_EPS = 1e-5
 _MLP = ("gate_proj", "up_proj", "down_proj")
 
@@ -40,7 +40,7 @@ def common_config(fields: Fields, mixers: list[str], options: dict[str, dict[str
     """Return our configuration with the given values and those fields that have the same names in all libraries."""
     tokens = {name: fields.get(name) for name in ("pad_token_id", "bos_token_id", "eos_token_id")}
     values = {"vocab_size": fields.get("vocab_size", default=32000), **values}
-    # drop special tokens outside the vocabulary, because some configurations have such tokens
+    # drop special tokens outside the vocabulary, which some configurations have
     tokens = {n: i for n, i in tokens.items() if not isinstance(i, int) or 0 <= i < values["vocab_size"]}
     values["initializer_range"] = fields.get("initializer_range", default=0.02)
     return HybridConfig(num_hidden_layers=len(mixers), mixers=mixers, mixer_options=options, **tokens, **values)
@@ -85,7 +85,7 @@ def _rope(fields: Fields, theta: Any) -> dict[str, Any]:
 
 
 def _read_transformer(fields: Fields) -> tuple[HybridConfig, Names]:
-    # transformers 5 writes rope_parameters; earlier versions write rope_theta
+    # transformers 5 writes rope_parameters, earlier versions rope_theta
     theta = (fields.get("rope_parameters") or {}).get("rope_theta", fields.get("rope_theta", default=10000.0))
     heads = fields.number("num_heads", default=32)
     bias, norm = fields.get("qkv_bias", default=False), fields.get("qk_norm", default=False)
@@ -178,7 +178,7 @@ def _read_mamba2(fields: Fields) -> tuple[HybridConfig, Names]:
         ("time_step_limit", ((0.0, float("inf")), None), "time steps have no limit"),
     ):
         fields.only(name, *known, why=why)
-    # the defaults are FLA's, because transformers writes all fields
+    # defaults are FLA's, which omits fields; transformers writes all fields
     width, head = fields.number("hidden_size", default=2048), fields.number("head_dim", default=64)
     expand = fields.get("expand", default=2)
     heads = fields.get("num_heads")

@@ -1,4 +1,4 @@
-"""Packed sequences in transformers' models of attention and recurrent layers: both kinds get the boundaries."""
+"""Separate packed sequences in transformers' hybrid models: attention and recurrent layers both get the boundaries."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def separating(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def handing_on(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap the forward of `Mamba2ForCausalLM` to pass on boundaries, because it passes only a mask to its backbone."""
+    """Wrap the forward of `Mamba2ForCausalLM` to pass on boundaries; without this it passes only a mask."""
     names = list(inspect.signature(forward).parameters)[1:]
 
     @functools.wraps(forward)
@@ -105,7 +105,7 @@ def _separate(body: nn.Module, call: dict[str, Any], *, attends: bool) -> dict[s
     if batch > 1 and what == "position_ids":
         call["seq_idx"] = (local == 0).cumsum(-1, dtype=torch.int32)
     if attends:
-        # three further rows hold the positions of images, which stay
+        # keep the three further rows of positions, which are those of images
         spatial = positions[-3:] if positions is not None and positions.dim() == 3 else None
         call["position_ids"] = local if spatial is None else torch.cat((local.unsqueeze(0), spatial))
         if mask is None:
@@ -157,7 +157,7 @@ def _for_attention(
         raise ValueError(f"attn_implementation={name!r} takes no mask and cannot separate packed sequences; use 'sdpa'")
     if type(body).__name__ not in _MASKS_WITHOUT_POSITIONS:
         return {}
-    # an empty tensor, because only shape, dtype and device of the embeddings are read
+    # an empty tensor: only shape, dtype and device of the embeddings are read
     like = torch.empty(*local.shape, 0, device=x.device, dtype=next(body.parameters()).dtype)
     full = masking_utils.create_causal_mask(config, like, None, **{CACHE: None}, position_ids=local)  # type: ignore[misc]
     return {"attention_mask": {"full_attention": full, "linear_attention": None}}

@@ -28,11 +28,11 @@ from tokenmix_core.ops.types import Impl
 _DELTA = ("torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule")
 _SSD = ("mamba2_chunk_scan", "mamba2_selective_state_update", "mamba2_split_conv1d_scan_combined")
 _CONVOLUTION = ("causal_conv1d_fn", "causal_conv1d_update")
-# attributes that can hold a module's forward; accelerate's hooks keep the original forward in the second
+# attributes that can hold a module's forward; accelerate's hooks keep the original one in the second
 _ATTRIBUTES = ("forward", "_old_forward")
-# attribute that marks functions built by this module
+# name of the attribute that marks functions built by this module
 _MARK = "_runs_tokenmix_kernels"
-# this class does not pass boundaries of sequences to its backbone, so its forward is wrapped
+# a class that does not pass boundaries to its backbone, so its forward is wrapped
 _LANGUAGE_MODEL = "Mamba2ForCausalLM"
 
 
@@ -85,7 +85,7 @@ FAMILIES: dict[str, Family] = {
 _KDA = "Kimi delta attention (KDA), whose decay is a vector for each head"
 _INDEXED = "indexed attention, which selects keys by a learned index"
 _MAMBA1 = "the selective scan of Mamba-1, whose decay is a matrix for each channel"
-# families whose layers need an operation that this library lacks, with the name of that operation
+# families whose layers need an operation that this library lacks: the name of that operation
 UNCOVERED: dict[str, str] = {
     **dict.fromkeys(("kimi_linear", "bailing_hybrid"), _KDA),
     **dict.fromkeys(("mamba", "falcon_mamba", "jamba", "zamba"), _MAMBA1),
@@ -146,7 +146,7 @@ def use_kernels(model_or_family: nn.Module | str, *, impl: Impl | None = None) -
 
 
 def use_fallback(model: nn.Module) -> KernelUse:
-    """Compute a model of these families by transformers' torch functions, for comparison, also if kernels are there.
+    """Compute a model of these families by transformers' torch functions, for comparisons with our kernels.
 
     Raises:
         ValueError: the reasons given at `use_kernels`, or the family currently runs our kernels.
@@ -158,7 +158,7 @@ def use_fallback(model: nn.Module) -> KernelUse:
             raise ValueError(f"use_fallback: {cls.__name__} runs our kernels; undo that first")
         if family is None or cls.__name__ != family.layer:
             return vars(cls)["forward"]
-        # transformers wraps the torch function in one that selects between packages; take the wrapped function
+        # transformers wraps the torch function in one that selects a package: take the wrapped function
         functions = {name: getattr(home, name).__wrapped__ for name in family.functions}
         return _rebuilt(cls, vars(cls)["forward"], functions)
 
@@ -176,7 +176,7 @@ def _use(model: nn.Module, forward: Callable[[type], Callable[..., Any]]) -> Ker
             f"use_kernels: {type(model).__name__} has no layers that can run our kernels; "
             f"supported families are {', '.join(FAMILIES)}"
         )
-    # build all forwards, which checks the layers, before changing the first layer
+    # build all forwards before changing the first layer, because building checks the layers
     made = {cls: forward(cls) for cls in dict.fromkeys(cls for _, _, cls in layers)}
     attributes = [_attribute(name, m) for name, m, _ in layers]
     return KernelUse(
@@ -196,7 +196,7 @@ class _Exchange:
 
     def __init__(self, owner: Any, attribute: str, ours: Any) -> None:
         self.owner, self.ours = owner, ours
-        # None if the class or module had no forward of its own
+        # the former forward; None if the class or module had none of its own
         self.before = vars(owner).get(attribute)
         setattr(owner, attribute, ours)
 
@@ -274,7 +274,7 @@ def _runs_kernels(cls: type) -> bool:
 def _attribute(name: str, module: nn.Module) -> str:
     """Return the name of the module's attribute that holds the forward to replace."""
     own = vars(module).get("forward")
-    # an unpickled module may have the forward of its class as an attribute
+    # an unpickled module may have its class's forward as an attribute
     if own is None or getattr(own, _MARK, False) or getattr(own, "__func__", None) is type(module).forward:
         return "forward"
     if _ATTRIBUTES[1] in vars(module):
@@ -317,7 +317,7 @@ def _rebuilt(cls: type, forward: FunctionType, functions: dict[str, Callable]) -
                 f"use_kernels: {cls.__name__} of transformers {transformers.__version__} does not call "
                 f"{', '.join(missing)}, as it does in {_since(cls)} to 5.24"
             )
-        # without __name__, by which torch.compile would find the module and in it the original functions
+        # leave out __name__: by it, torch.compile would find the module and in it the original functions
         scope = {name: value for name, value in scope.items() if name != "__name__"} | functions
     made = FunctionType(forward.__code__, scope, forward.__name__, forward.__defaults__, closure)
     made.__kwdefaults__, made.__doc__, made.__module__ = forward.__kwdefaults__, forward.__doc__, forward.__module__
@@ -343,5 +343,5 @@ def _as_method(norm: Callable[..., Any]) -> Callable[..., Any]:
 
 for _norm in (gated_norm, norm_of_gated):
     setattr(_norm, _MARK, True)
-    # pickle finds a method by its name, and must find the forward of the class
+    # pickle finds a method by its name, which must lead to the forward of the class
     _norm.__name__ = "forward"

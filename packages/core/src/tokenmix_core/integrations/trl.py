@@ -1,4 +1,4 @@
-"""TRL's trainers, changed so that the loss includes the mixers' auxiliary losses."""
+"""Change TRL's trainers so that the loss includes the mixers' auxiliary losses."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def count_auxiliary_losses(trainer: type) -> Any:
         total = sum(loss.total for loss in found)
         if num_items_in_batch is None:
             more = total / sum(loss.tokens for loss in found)
-            # these trainers divide their own loss by the number of accumulation steps
+            # divide, as these trainers divide their own loss, by the number of accumulation steps
             if self.compute_loss_func is not None:
                 more = more / self.current_gradient_accumulation_steps
         else:

@@ -312,8 +312,7 @@ class HybridCache(Cache):
     def activate_past_recording(self, tokens: int = 32) -> None:
         """Keep a history from now on: `crop` can remove `tokens` tokens, or a last call of up to 2 · `tokens` tokens.
 
-        The history holds up to five copies of the states. With a history, decoding steps are not captured as CUDA
-        graphs.
+        The history holds up to five copies of the states. Decoding steps are then not captured as CUDA graphs.
         """
         self.loosen()
         if self.history is None or self.history.tokens < tokens:

@@ -224,9 +224,7 @@ class HybridBatchingManager(ContinuousBatchingManager):
         mixer_inputs: dict[str, Any] | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Add a request with extra inputs by name, `mixer_inputs`; other arguments are those of transformers'
-        manager.
-        """
+        """Add a request with extra mixer inputs by name; other arguments are those of transformers' manager."""
         limit = self.generation_config.max_new_tokens if max_new_tokens is None else max_new_tokens
         self.check_request(input_ids, limit)
         inputs = self.model.model.request_inputs(mixer_inputs or {}, len(input_ids))  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""Whole rows of some heads on each rank, for operations that need more of a row than its neighbours' tokens."""
+"""Give each rank whole rows of some heads, for operations that need more of a row than its neighbours' tokens."""
 
 from __future__ import annotations
 
@@ -105,6 +105,6 @@ def _move(exchange: HeadExchange, x: Tensor, forth: bool, label: tuple[int | Non
 
 
 def _tokens_of(shard: SequenceShard, x: Tensor, rank: int) -> Tensor:
-    """Return a rank's tokens of whole rows, in its order."""
+    """Return the tokens of whole rows that belong to a rank, in the rank's order."""
     spans = sorted((span for span in shard.spans if span.rank == rank), key=lambda span: span.offset)
     return torch.cat([x[:, span.start : span.stop] for span in spans], 1)

@@ -60,8 +60,8 @@ def chunk_gated_delta_rule(
         return ops.chunk_gated_delta_rule(*x, initial_state=before, cu_seqlens=boundaries, **options)
 
     def transition(x: Tensors) -> tuple[Tensor, Tensor]:
-        # run from the identity as initial state: the final state is M, and the outputs are P, with o = P S for any
-        # state S
+        # start from the identity as initial state: the final state is M, and the outputs are P; for any state S, o = P
+        # S
         (batch, tokens, _, K), heads = x[1].shape, x[2].shape[2]
         wide = torch.promote_types(torch.promote_types(x[0].dtype, x[3].dtype), torch.float32)
         eye = torch.eye(K, dtype=wide, device=q.device).expand(batch, heads, K, K).contiguous()
@@ -69,7 +69,7 @@ def chunk_gated_delta_rule(
         return out.final_state, out.o
 
     def pull(x: Tensors, rows: Tensor | None, do: Tensor) -> Tensor:
-        # Pᵀ do is the gradient that SSD without decay gives its initial state
+        # Pᵀ do equals the gradient of the initial state in SSD without decay
         return initial_gradient(cast(Tensor, rows), do, torch.zeros_like(x[3]), impl=options.get("impl"))
 
     def of(group: HeadGroup) -> Recurrence:
@@ -228,7 +228,7 @@ def _tokens_before(shard: SequenceShard, xs: Sequence[Tensor], count: int) -> li
 
 
 def tail_of(span: Span, count: int) -> list[Range]:
-    """Return those of the last `count` tokens before a span that belong to the same document as its first token."""
+    """Return the ranges of the last `count` tokens before a span, limited to the document of the span's first token."""
     return [(span.start - min(span.depth, count), span.start)]
 
 
@@ -240,7 +240,7 @@ def shift_tokens(x: Tensor, *, cu_seqlens: Tensor | None = None, sequence_shard:
         if cu_seqlens is None:
             return shifted
         firsts = cu_seqlens[:-1].long().clamp(max=x.shape[1] - 1)
-        # an empty last document begins at index T, which no token has
+        # mark only documents with tokens: an empty last document begins at index T, which no token has
         shifted = torch.where(_marked(x, firsts, cu_seqlens[:-1] < x.shape[1]), torch.zeros_like(x), shifted)
         return ops.without_padding(shifted, cu_seqlens)
     shard.check_local("shift_tokens", x)
@@ -314,13 +314,13 @@ def _attend(
         first, stop = span.offset, span.offset + span.tokens
         head = first + (span.head or (0 if shard.packed else span.tokens))
         if first < head:
-            # the tokens of a document that began before the span, or of an unpacked row
+            # keys of the first document: those received from earlier spans, then the span's own ones
             keys, values = torch.cat((far_k, k[:, first:head]), 1), torch.cat((far_v, v[:, first:head]), 1)
             parts.append(ops.attention(q[:, first:head], keys, values, **options))
         if head < stop:
             rest = [x[:, head:stop] for x in (q, k, v)]
             if first == head:
-                # make the result depend on the unused tensor, because every rank must take part in the exchange of the
+                # make the result depend on the unused received tensor: every rank must take part in the exchange of the
                 # backward pass
                 rest[1:] = torch.cat((far_k, rest[1]), 1), torch.cat((far_v, rest[2]), 1)
             cuts = [b - head for _, b in shard.parts if head < b <= stop]

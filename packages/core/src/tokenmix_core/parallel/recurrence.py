@@ -1,4 +1,4 @@
-"""Linear recurrences over a split sequence: each rank's tokens act on the state as a linear map; maps are composed.
+"""Linear recurrences over a split sequence: the tokens of a rank map the state affinely, and these maps are composed.
 
 A span (consecutive tokens on one rank) maps the state S before it to S' = M S + L after it, where M is the composition
 of its transitions and L the state that it reaches from zero. Each rank computes (M, L) of its spans, all ranks gather
@@ -78,7 +78,7 @@ def split_recurrence(
 
 
 def _by_span(shard: SequenceShard, states: Tensor, span: int, index: list[int]) -> Tensor:
-    """Return the states `[B, ...]` of one local span from `states`, which has one entry per row or per document part.
+    """Return one local span's states `[B, ...]` from `states`, which has one entry per row or per document part.
 
     In a packed batch, `index[span]` is the entry of the local span.
     """
@@ -111,7 +111,7 @@ def _begin_maps(
     for i, span in enumerate(shard.local):
         end = span.offset + span.tokens
         tail = tuple(t[:, end - span.tail : end] for t in tensors)
-        # the last document begins in this span, so its state is the document's own initial state
+        # the last document begins in this span, so its state starts from the document's own initial state
         begun = None if rows is None or span.through else _by_span(shard, rows, i, shard.tails)
         states.append(x.state(tail, begun).to(wide) if span.tail else zero)
     return maps, (transitions, begin_gather(shard, torch.stack(states), label))
@@ -241,7 +241,7 @@ def _final_states(
     elif shard.local[-1].stop == shard.tokens:
         found = found + final[len(shard.local) - 1 :: len(shard.local)]
     else:
-        # every rank's graph must contain the sum, because its backward pass communicates
+        # add an empty sum: every rank's graph must contain it, because its backward pass communicates
         found = found + final[:0].sum()
     found = combined(shard, found)
     empty = [a == b for a, b in zip(shard.boundaries, shard.boundaries[1:], strict=False)]

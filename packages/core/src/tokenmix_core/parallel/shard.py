@@ -1,4 +1,4 @@
-"""How one sequence, or one row of packed documents, is split over the ranks of a process group."""
+"""The split of a sequence, or of a row of packed documents, over the ranks of a process group."""
 
 from __future__ import annotations
 
@@ -252,7 +252,7 @@ _ACTIVE: list[SequenceShard | None] = []
 
 @contextlib.contextmanager
 def sequence_shard(shard: SequenceShard | None, layer: int | None = None) -> Iterator[SequenceShard | None]:
-    """Return a context in which all modules split sequences by `shard`; with None, no sequence is split.
+    """Context manager: all modules split sequences by `shard`; with None, no sequence is split.
 
     Args:
         shard: how sequences are split.
@@ -271,7 +271,7 @@ def sequence_shard(shard: SequenceShard | None, layer: int | None = None) -> Ite
 
 
 def current_shard() -> SequenceShard | None:
-    """Return the shard of the innermost active context `sequence_shard`, or None."""
+    """Return the shard of the innermost active `sequence_shard`, or None."""
     return _ACTIVE[-1] if _ACTIVE else None
 
 

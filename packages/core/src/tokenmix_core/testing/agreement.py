@@ -1,4 +1,4 @@
-"""Comparison of an operation's kernels with its eager reference: values, and gradients of every tensor argument."""
+"""Compare an operation's kernels with its eager reference: values, and gradients of all tensor arguments."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def values_and_gradients(
     leaves = {name: x.detach().to(dtype or x.dtype, copy=True).requires_grad_() for name, x in inputs.items()}
     outputs = function(**leaves)._asdict()
     upstream = dict(upstream or upstream_like(outputs))
-    # leave out outputs that require no gradient; inputs that are not used get zero gradients
+    # leave out outputs that require no gradient; inputs that no output uses get zero gradients
     used = {name: x for name, x in outputs.items() if x.requires_grad}
     into = [upstream[name].to(x.dtype) for name, x in used.items()]
     grads = torch.autograd.grad(list(used.values()), list(leaves.values()), into, materialize_grads=True)
@@ -53,9 +53,9 @@ def gradients_through(function: Callable, inputs: Inputs, output: str) -> dict[s
 
 
 def granted(eps: float) -> float:
-    """Return the relative error that `assert_agrees` always allows, for a dtype with this eps."""
-    # eps / 2 is the error of one rounding. float32 gets 8 eps: kernels multiply in three tf32 parts, and sum gates in
-    # another order than the reference; measured errors were up to 7.5e-7, 2.3 times the reference's error
+    """Return the relative error that `assert_agrees` always allows, for a dtype of precision `eps`."""
+    # eps / 2 is the error of one rounding. float32 gets 8 eps: kernels multiply in three tf32 parts and sum gates in
+    # another order than the reference; the largest error measured was 7.5e-7, 2.3 times the reference's error
     return 8 * eps if eps < 1e-5 else eps / 2
 
 

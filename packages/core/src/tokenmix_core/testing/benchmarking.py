@@ -46,18 +46,19 @@ def interleaved_medians(
                 run()
                 times[name].append((time.perf_counter() - start) * 1e3)
         return {name: statistics.median(x) for name, x in times.items()}
-    # the device sleeps three times as long as the host needs to enqueue, 1 to 20 ms; 1 ns is about two cycles
+    # milliseconds of device sleep: three times the time that the host needs to enqueue the run, from 1 to 20 ms; 1 ns
+    # is about two cycles
     host = {name: host_microseconds(run, device, repeats=3) or 0.0 for name, run in runs.items()}
     cycles = {name: int(2000 * min(max(1000.0, 3 * us), 20_000.0)) for name, us in host.items()}
     flush = torch.empty(256 << 20, dtype=torch.int8, device=device)
     events: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
     for i in range(repeats):
-        # a heavy run lowers the clocks for the next run, so the order rotates and no run is always first
+        # rotate the order: a heavy run lowers the clocks for the run after it
         order = list(runs.items())[i % len(runs) :] + list(runs.items())[: i % len(runs)]
         for name, run in order:
             start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             flush.zero_()
-            # the device sleeps while the host enqueues the run, so that gaps between launches are not timed
+            # let the device sleep while the host enqueues the run, so that gaps between launches are not timed
             torch.cuda._sleep(cycles[name])
             start.record()
             run()
@@ -86,7 +87,7 @@ def peak_megabytes(run: Run, device: str) -> float | None:
         return None
     run()
     torch.cuda.synchronize()
-    # autograd's thread may free the last graph shortly after it has returned the gradients
+    # wait: autograd's thread may free the last graph shortly after it has returned the gradients
     time.sleep(0.2)
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
@@ -165,7 +166,7 @@ def able(
                 ours = forwards[first]().detach().float()
                 error = ((o.detach().float() - ours).norm() / ours.norm()).item()
                 assert error < 0.05, f"its output differs from ours by {error:.2g}"
-        # compilers and libraries raise errors of many types for unsupported sizes
+        # any error: compilers and libraries raise errors of many types for unsupported sizes
         except Exception as error:
             failed[name] = " ".join(f"{type(error).__name__}: {error}".split())[:200]
         else:
@@ -254,7 +255,7 @@ def measure_forms(
     rows = measure(op, shape, device, forwards, inputs, alike=True)
     if device == "cpu":
         return rows
-    # the version that is imported, which may differ from the metadata of the installed package
+    # the version of the module, which may differ from the metadata of the installed package
     from triton import __version__ as version
 
     return [{**row, "impl": f"{row['impl']}, Triton {version}"} for row in rows]
@@ -281,7 +282,7 @@ def table(rows: Sequence[dict]) -> str:
     def cell(value: object) -> str:
         return "–" if value is None else f"{value:.3f}" if isinstance(value, float) else str(value)
 
-    # the table has the keys of all rows
+    # all keys that occur in any row
     keys = list(dict.fromkeys(key for row in rows for key in row))
     cells = [keys] + [[cell(row.get(key)) for key in keys] for row in rows]
     widths = [max(len(line[i]) for line in cells) for i in range(len(keys))]

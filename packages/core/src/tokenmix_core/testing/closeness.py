@@ -1,4 +1,4 @@
-"""Errors relative to float64, with a tolerance derived from a baseline's measured error."""
+"""Errors relative to float64 results, and a tolerance derived from a baseline's measured error."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Compilation of kernels for a chip on a machine without a GPU, with the arguments of real calls of operations.
+"""Compile kernels for a chip on a machine without a GPU, with the arguments of real calls of operations.
 
 Triton decides at its import whether it compiles or interprets, so compilation needs a process of its own.
 """
@@ -27,11 +27,11 @@ from tokenmix_core.kernels.launch import compat
 from tokenmix_core.kernels.launch.pdl import PDL
 from tokenmix_core.ops.explanation import CHIPS
 
-# environment variable: 1 compiles all launches of a kernel with different arguments, not only the first launch
+# environment variable; 1 compiles a kernel for all its launches with different arguments, not only for the first
 _EVERY = "TOKENMIX_EVERY_KERNEL"
-# environment variable with the chip to compile for
+# environment variable that names the chip to compile for
 _CHIP = "TOKENMIX_CHIP"
-# program that runs a script as if on an AMD GPU: kernels' modules check `torch.version.hip` when they are imported
+# a program that runs a script as if on an AMD GPU: modules of kernels read `torch.version.hip` at import
 _ON_AMD = (
     "import runpy, sys, torch; torch.version.hip = 'compiled without a GPU'; del sys.argv[0]; "
     "runpy.run_path(sys.argv[0], run_name='__main__')"
@@ -120,7 +120,7 @@ def compile_calls(
                     log, limit = io.StringIO(), CHIPS[chip] if portable else None
                     with contextlib.redirect_stdout(log):
                         made, *_ = fit.compiled(kernel.fn, grid, taken_args, taken_options, kernel.loop_tiles, limit)
-                    # if Triton has compiled an equal kernel before, it reuses that one, and there is no new log
+                    # Triton reuses an equal kernel that it has compiled before, without a new log
                     if made.hash not in spills:
                         spills[made.hash] = _spilled(made, log.getvalue())
                     shared, spilled = max(shared, made.metadata.shared), max(spilled, spills[made.hash])
@@ -135,7 +135,7 @@ def _spilled(made: Any, log: str) -> int:
     """Return the bytes of registers that a thread of a kernel spills, read from the assembly or from ptxas' log."""
     if "amdgcn" in made.asm:
         return 4 * int(re.findall(r"\.vgpr_spill_count:\s*(\d+)", made.asm["amdgcn"])[0])
-    # the last entry, because earlier ones are from attempts that did not fit
+    # take the last entry: earlier ones are of attempts that did not fit
     return int(re.findall(r"(\d+) bytes spill stores", log)[-1])
 
 
@@ -153,7 +153,7 @@ class _Driver:
         self.chip = chip
 
     def get_current_device(self) -> int:
-        # one device index per chip, because Triton caches target and kernels by device
+        # one device index per chip: Triton caches target and kernels by device
         return list(CHIPS).index(self.chip)
 
     def get_current_stream(self, device: int) -> int:
@@ -176,7 +176,7 @@ def _pretend(packages: tuple[str, ...], chip: str) -> _Driver:
 
     active = _Driver(chip)
     driver.set_active(active)  # type: ignore[arg-type]
-    # spills are reported only in ptxas' log, and a kernel from the disk cache has no log
+    # spills are reported only in ptxas' log, which kernels from the disk cache lack
     knobs: Any = triton.knobs  # type: ignore[attr-defined]
     knobs.nvidia.dump_ptxas_log = knobs.compilation.always_compile = True
 
@@ -185,7 +185,7 @@ def _pretend(packages: tuple[str, ...], chip: str) -> _Driver:
         return None if hopper else f"needs a CUDA device of compute capability 9 (Hopper), got {active.chip}"
 
     answers = {
-        # without this, tensors on a CPU would be refused
+        # without this substitute, tensors on a CPU would be refused
         dispatch.interpreting: lambda: True,
         dispatch.resolve_impl: lambda op, impl, x, gluon=None: impl,
         dispatch.device_limit: limit,
@@ -193,7 +193,7 @@ def _pretend(packages: tuple[str, ...], chip: str) -> _Driver:
     }
     for package in packages:
         for module in pkgutil.walk_packages(importlib.import_module(package).__path__, f"{package}."):
-            # skip these modules, because they import vLLM
+            # skip these modules, which import vLLM
             if ".integrations.vllm." not in module.name:
                 importlib.import_module(module.name)
     for module in list(sys.modules.values()):

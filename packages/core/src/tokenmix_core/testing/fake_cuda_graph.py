@@ -1,8 +1,8 @@
-"""An emulator of CUDA graphs for any device: captures work operation by operation and replays it on the same tensors.
+"""An emulator of CUDA graphs for any device: it captures work by operations, and replays it on the same tensors.
 
 Like a CUDA graph, a capture fixes all Python values, reads and writes the tensors that existed at capture, and must not
 wait for the device (`eager` permits this to eager operations). Unlike a graph, it has no streams and allocates each
-temporary tensor separately, so that it cannot show errors from the reuse of a graph's memory.
+temporary tensor separately, so it cannot show errors from the reuse of a graph's memory.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _INDEXING = {_aten.index.Tensor, _aten.index_put.default, _aten.index_put_.defau
 
 
 class HostRead(AssertionError):
-    """Captured work has read from the device, or has copied a Python value to it."""
+    """The error that captured work has read from the device, or has copied a Python value to it."""
 
 
 class _NoReads(TorchFunctionMode):
@@ -100,7 +100,7 @@ def capture_work(work: Callable[[], object], *, eager: bool = False) -> Callable
     `eager` is the same as for `Watched`.
     """
     tape: list[tuple[Any, Callable, Callable, list]] = []
-    # keep a reference to the tensors that operations made, because the `id` of a freed tensor can be reused
+    # keep references to all tensors that operations made: the `id` of a freed tensor may be reused
     made: dict[int, Tensor] = {}
     new: dict[int, Any] = {}
     own: set[int] = set()
@@ -129,7 +129,7 @@ def capture_work(work: Callable[[], object], *, eager: bool = False) -> Callable
     with Watched(seen, before, eager=eager):
         results = work()
     torch.set_rng_state(generator)
-    # a parameter's gradient may be another tensor object with the memory of a tensor that an operation made
+    # find gradients by address: a parameter's gradient may be another tensor object with the memory of a made tensor
     slots = {(t.data_ptr(), t.shape): key for key, t in made.items()}
     returned = [t.detach() for t in tree_flatten(results)[0] if isinstance(t, Tensor)]
     returned = [(t, slots[t.data_ptr(), t.shape]) for t in returned if (t.data_ptr(), t.shape) in slots]
@@ -155,7 +155,7 @@ def _several(out: Any) -> list | tuple:
 
 
 def _found(x: Any, made: dict[int, Tensor], new: dict[int, Any]) -> Callable[[], Any]:
-    """Return a function that gives an argument in a replay: for a tensor made in the capture, the replay's version."""
+    """Return a function that gives an argument in a replay: the replay's version of a tensor made in the capture."""
     if isinstance(x, Tensor):
         key = id(x)
         return (lambda: new[key]) if key in made else (lambda: x)
@@ -176,7 +176,7 @@ def _with_schema(func, args, kwargs):
 
 @contextmanager
 def graphs_everywhere(*, eager: bool = False) -> Iterator[list]:
-    """Context in which, on every device, decoding steps and training passes are captured and replayed as on CUDA.
+    """Context manager: on every device, decoding steps and training passes are captured and replayed as on CUDA.
 
     Yields a list to which each captured function is appended.
     """

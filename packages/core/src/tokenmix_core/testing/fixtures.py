@@ -14,7 +14,7 @@ from tokenmix_core.kernels.launch.cache.replay import invalidate
 from tokenmix_core.testing.interpreter import hurry, steady
 
 if not torch.cuda.is_available():
-    # set here, because it must be set before a test module imports triton
+    # set here, because it must be set before any test module imports triton
     os.environ["TRITON_INTERPRET"] = "1"
 
 torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
@@ -51,7 +51,7 @@ def device() -> str:
 
 @pytest.fixture(scope="session", autouse=True)
 def kernels_are_interpreted_quickly() -> None:
-    """Make the interpreter faster, and its matmuls give equal results on all processors."""
+    """Make the interpreter faster, and its matmuls equal on all processors."""
     if not torch.cuda.is_available():
         hurry()
         steady()
@@ -75,7 +75,7 @@ def unwritten_memory_is_nan(request: pytest.FixtureRequest) -> Iterator[None]:
     """Fill the memory of `torch.empty` with NaN if kernels are interpreted, to show elements that no kernel writes."""
     poisoned = "ops" in request.path.parts and not torch.cuda.is_available()
     if poisoned:
-        # this mode fills uninitialised memory, which is needed here; its determinism is not
+        # deterministic mode fills uninitialised memory, which is its only effect needed here
         torch.use_deterministic_algorithms(True, warn_only=True)
     yield
     if poisoned:

@@ -24,9 +24,9 @@ from torch import Tensor
 from torch.library import CustomOpDef  # type: ignore[attr-defined]
 
 _GLUON = "triton.experimental.gluon"
-# Triton's module for programmatic dependent launch
+# name of Triton's module for programmatic dependent launch
 _CUDA = "triton.language.extra.cuda"
-# represents the dtype uint32, whose values torch cannot compare
+# stands for the dtype uint32, whose values torch cannot compare
 _UINT32 = "uint32"
 
 
@@ -56,7 +56,7 @@ class Pointer:
 
     def store(self, x: Tensor, mask=None) -> None:
         offset, mask, x = torch.broadcast_tensors(self.offset, torch.tensor(True) if mask is None else mask, x)
-        # x may have another dtype only if the mask is False everywhere
+        # x may have another dtype only if the mask is False everywhere, and is then not stored
         if mask.any():
             assert x.dtype == self.base.dtype
             self.base[offset[mask]] = x[mask]
@@ -137,7 +137,7 @@ def _warp_specialize(partitions: Sequence[tuple[Callable, tuple]], warps, regist
     @torch.no_grad()
     def run(function: Callable, arguments: tuple) -> None:
         try:
-            # a copy of the arguments for each partition, because torch tensors are mutable, unlike values in Gluon
+            # each partition gets a copy of the arguments: torch tensors are mutable, unlike values in Gluon
             function(*(x.clone() if isinstance(x, Tensor) else x for x in arguments))
         except BaseException:
             with Barrier.changed:
@@ -164,7 +164,7 @@ class Jit:
     def __getitem__(self, grid: Sequence[int]):
         def launch(*args, **options: int) -> None:
             signature = inspect.signature(self.function)
-            # keywords that are no parameters of the kernel are launch options
+            # keywords that are no parameters of the kernel are options of the launch
             named = {name: x for name, x in options.items() if name in signature.parameters}
             given = signature.bind(*args, **named)
             given.apply_defaults()
@@ -179,7 +179,7 @@ class Jit:
 
 def _argument(x, annotation):
     """Convert a kernel's argument: tensors to pointers, scalars to tensors; constexprs and None stay."""
-    # annotations may be strings, because of `from __future__ import annotations`
+    # annotations may be strings, if the module has `from __future__ import annotations`
     if x is None or "constexpr" in str(getattr(annotation, "__name__", annotation)):
         return x
     if not isinstance(x, Tensor):
@@ -219,7 +219,7 @@ def _register_mma(a: Tensor, b: Tensor, acc: Tensor) -> Tensor:
 
 
 def _rounded_once(a: Tensor, b: Tensor) -> Tensor:
-    """Return a b, computed in float64 and rounded to float32, which gives equal results on all processors."""
+    """Return the matmul a b, computed in float64 and rounded to float32: equal results on all processors."""
     return (a.double() @ b.double()).float()
 
 
@@ -306,7 +306,7 @@ def _emulated_modules() -> dict[str, ModuleType]:
         async_load=lambda shared, p, mask=None: shared.store(p.load(mask)),
         commit_group=lambda: None,
         wait_group=lambda outstanding: None,
-        # all 128 threads of the four warps arrive
+        # the 128 threads of four warps arrive
         mbarrier_arrive=lambda barrier, increment_count: barrier.arrive(128),
     )
     vars(ampere).update(async_copy=async_copy, mma_v2=_register_mma)
@@ -355,7 +355,7 @@ def _usable(names: Mapping[str, Any], language: ModuleType) -> dict[str, Any]:
 
 
 def _steps(*bounds) -> Iterator[Tensor]:
-    """Replaces `range` in kernels: yields the loop variable as a tensor."""
+    """Replacement of `range` in kernels: yield the loop variable as a tensor."""
     return (torch.tensor(i) for i in range(*map(int, bounds)))
 
 
@@ -373,7 +373,7 @@ def load(package: str, *modules: str, shared: tuple[str, ...] = ()) -> list[Modu
         if name.startswith(prefixes) and not any(isinstance(x, CustomOpDef) for x in vars(module).values())
     }
     attributes = dict(vars(importlib.import_module(package)))
-    # remove the modules also from their parents, where `from parent import module` looks before `sys.modules`
+    # also remove the modules from their parents: `from parent import module` looks there before `sys.modules`
     parents = [(vars(sys.modules[parent]), leaf) for parent, _, leaf in (x.rpartition(".") for x in before)]
     of_parents = [(parent, leaf, parent.pop(leaf)) for parent, leaf in parents if leaf in parent]
     for name in before:
@@ -381,7 +381,7 @@ def load(package: str, *modules: str, shared: tuple[str, ...] = ()) -> list[Modu
     kept = {name for name in sys.modules if name.startswith(prefixes)}
     emulated = _emulated_modules()
     sys.modules.update(emulated)
-    # `from triton.experimental import gluon` also looks at this attribute before `sys.modules`
+    # `from triton.experimental import gluon` also looks at this attribute before it looks in `sys.modules`
     experimental = vars(importlib.import_module("triton.experimental"))
     real = experimental.pop("gluon", None)
     try:
@@ -394,7 +394,7 @@ def load(package: str, *modules: str, shared: tuple[str, ...] = ()) -> list[Modu
         sys.modules.update(before)
         if real is not None:
             experimental["gluon"] = real
-        # restore the attributes that the second import has set on the package
+        # restore the attributes that the second import set on the package
         parent = vars(sys.modules[package])
         for name in parent.keys() - attributes:
             del parent[name]

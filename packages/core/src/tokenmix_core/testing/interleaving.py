@@ -13,7 +13,7 @@ from tokenmix_core.modeling import HybridConfig, HybridForCausalLM, find_mixer, 
 from tokenmix_core.testing.closeness import relative_error
 from tokenmix_core.testing.models import left_padded, logits_in_parts
 
-# for each mixer, by its registered name, options of a small layer with the contract's width
+# options of a small layer with the contract's width, for each mixer by its registered name
 Options = Mapping[str, dict[str, Any]]
 CORE: Options = {
     "attention": {"num_heads": 4, "num_kv_heads": 2},
@@ -40,7 +40,7 @@ class InterleavingContract:
     def pytest_generate_tests(self, metafunc):
         if "case" in metafunc.fixturenames:
             cases = [*map(" ".join, self.groups()), *self.configs]
-            # pytest does not show longer names
+            # pytest does not display longer names
             ids = [case if len(case) < 90 else "together" for case in cases]
             metafunc.parametrize("case", cases, ids=ids, scope="class")
 
@@ -54,7 +54,8 @@ class InterleavingContract:
     def model(self, case) -> HybridForCausalLM:
         known = {**self.others, **self.mixers}
         config_class, causal_lm = self.configs.get(case, (HybridConfig, HybridForCausalLM))
-        # a package's own model has one layer per mixer; a pair alternates twice, so that each mixer follows the other
+        # the package's own model has one layer per mixer; a pair alternates twice, so that each mixer also follows the
+        # other
         labels = list(known) if case in self.configs else case.split() * 2
         torch.manual_seed(0)
         config = config_class(

@@ -1,4 +1,4 @@
-"""Changes to Triton's interpreter: fast enough for tests, and equal results on all processors."""
+"""Change Triton's interpreter: fast enough for tests, and with equal results on all processors."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def hurry(interpreter: ModuleType | None = None) -> None:
         if seen and seen <= replaced:
             return _Nothing()
         scope = replace(fn)
-        # remember which modules are replaced, but only if `restore` reports when the originals are back
+        # remember the replaced modules, but only if `restore` tells when the originals are back
         if hasattr(scope, "restore"):
             replaced.update(seen)
             scope.restore = _then(scope.restore, replaced.clear)
@@ -85,7 +85,7 @@ def _languages(fn: Callable) -> frozenset[str]:
 
 
 class _Nothing:
-    """Represents a patch that has replaced nothing, so that `restore` does nothing."""
+    """A patch that has replaced nothing; its `restore` does nothing."""
 
     def restore(self) -> None: ...
 

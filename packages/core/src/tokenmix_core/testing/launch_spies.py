@@ -1,4 +1,4 @@
-"""Contexts that forbid launches, list grids, or count replays of the launch cache, also for interpreted kernels."""
+"""Context managers that forbid launches, list grids, or count replays of the launch cache, also in the interpreter."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tokenmix_core.kernels.launch.pdl import PDL
 
 @contextmanager
 def no_launches() -> Iterator[None]:
-    """Context that raises an AssertionError if a kernel is launched in it."""
+    """Context manager that raises an AssertionError if a kernel is launched in it."""
     from tokenmix_core.kernels.launch import launcher
 
     def refuse(launch: tuple) -> NoReturn:
@@ -32,7 +32,7 @@ def no_launches() -> Iterator[None]:
 
 @contextmanager
 def grids() -> Iterator[list[tuple[str, tuple[int, ...]]]]:
-    """Context in which launches do nothing; yields a list that collects the names and grids of the launched kernels."""
+    """Context manager: launches do nothing; yield a list that collects names and grids of launched kernels."""
     from tokenmix_core.kernels.launch import launcher
 
     found: list[tuple[str, tuple[int, ...]]] = []
@@ -43,7 +43,7 @@ def grids() -> Iterator[list[tuple[str, tuple[int, ...]]]]:
 
 @contextmanager
 def replays() -> Iterator[list[int]]:
-    """Context that counts the calls replayed by the launch cache; yields a list whose only element is the count."""
+    """Context manager: count the calls that the launch cache replays; yield a list whose only element is the count."""
     made, compiled = [0], codegen.compiled
 
     def counted(*captured: Any) -> Callable:
@@ -89,8 +89,8 @@ def _let_launches_be_taken(patch: pytest.MonkeyPatch, launches: list | None = No
             if take is None:
                 kernel.run(*args, grid=grid, warmup=False, **options)
             else:
-                # pass all arguments by position, with PDL off; the remaining options are for the compiler and have no
-                # effect here
+                # pass all arguments by position, with PDL off; the other options are for the compiler and do nothing
+                # here
                 options = {PDL: False, **options}
                 args = (*args, *(options[name] for name in kernel.arg_names[len(args) :]))
                 take((_Interpreted(kernel, launches), grid, args, {}))
@@ -101,7 +101,7 @@ def _let_launches_be_taken(patch: pytest.MonkeyPatch, launches: list | None = No
 
 
 class _Packed:
-    """A launch that stores the dtypes and addresses of its tensors instead of the tensors."""
+    """A launch, stored with the dtypes and addresses of its tensors instead of the tensors."""
 
     def __init__(self, kernel: Any, grid: tuple, args: tuple, pointers: dict[int, tuple[int, int]]) -> None:
         self.kernel, self.grid, self.pointers = kernel, grid, pointers
@@ -130,7 +130,7 @@ class _Interpreted:
 
 
 def _launch(launches: list[_Packed], packed: bytes, addresses: tuple) -> None:
-    """Replaces the C launcher: runs the interpreted kernels whose indices are packed."""
+    """Replacement of the C launcher: run the interpreted kernels whose indices are packed."""
     for (number,) in struct.iter_unpack("q", packed):
         found = launches[number]
         args, known = list(found.args), {}
@@ -140,7 +140,7 @@ def _launch(launches: list[_Packed], packed: bytes, addresses: tuple) -> None:
                 args[i] = torch.empty(0, dtype=args[i])
                 continue
             address = addresses[name] + offset
-            # one storage per address, because the interpreter tells memory apart by storage
+            # one storage for each address: the interpreter tells memory apart by storage
             if address not in known:
                 known[address] = torch.frombuffer((ctypes.c_char * 8).from_address(address), dtype=torch.uint8)
             args[i] = known[address].view(args[i])

@@ -14,7 +14,7 @@ from tokenmix_core.testing.closeness import relative_error
 from tokenmix_core.testing.launch_spies import replays
 from tokenmix_core.testing.layouts import LAYOUTS, Layout, Named, copies, laid_out
 
-# layouts in which a call is repeated until the launch cache replays it; on a CPU fewer, to save time
+# layouts in which a call is repeated until the launch cache replays it; fewer on a CPU, to save time
 OF_LAUNCH_CACHE = (*LAYOUTS,) if torch.cuda.is_available() else ("slices",)
 # layouts in which calls other than `neighbours` are tested on a CPU
 OF_FURTHER_CALLS = ("every second element", "expanded")
@@ -61,14 +61,14 @@ class LayoutTests:
         try:
             compared = Compared(here, form, impl, call)
         except ValueError as error:
-            # ignore the error if an implementation refuses these sizes
+            # an implementation may refuse these sizes
             if impl in (None, "reference", "triton") or f"impl={impl!r}" not in str(error):
                 raise
             pytest.skip(str(error))
         every = name == "neighbours" or torch.cuda.is_available()
         plain = Layout(copies, copies)
         with replays():
-            # the contiguous call comes first, so that the launch cache contains it when it is repeated in each layout
+            # make the contiguous call first: the launch cache then contains it when it is repeated in each layout
             for _ in range(2 if every else 0):
                 compared.run(plain)
             for title in LAYOUTS if every else OF_FURTHER_CALLS:
@@ -111,7 +111,7 @@ class Compared:
         try:
             got = self.run(layout)
         except ValueError as error:
-            # an explicitly chosen implementation may refuse a layout of arguments, but not of gradients
+            # an implementation named by `impl` may refuse a layout of arguments, but not of gradients
             if f"impl={self.impl!r} takes tensors that begin" not in str(error):
                 raise
             layout = layout._replace(arguments=copies)
@@ -121,7 +121,7 @@ class Compared:
         for name, x in got.items():
             where = f"{title}: {name}"
             if x.is_floating_point():
-                # the error is about 1 if a kernel misreads a tensor, and .03 if it misreads one row in a thousand
+                # a kernel that misreads a tensor has an error of about 1; one that misreads one row in a thousand, .03
                 assert relative_error(x, wanted[name]) <= 8 * granted(self.eps), where
             else:
                 assert torch.equal(x, wanted[name]), where

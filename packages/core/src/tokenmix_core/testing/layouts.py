@@ -40,7 +40,7 @@ def copies(tensors: Named) -> dict[str, Tensor]:
 
 
 def laid_out(options: Mapping[str, Any], layout: Layout) -> dict[str, Any]:
-    """Return the arguments that need no gradient, with their tensors (also those in tuples) in the strides of `layout`.
+    """Return the arguments that need no gradient, with the strides of `layout` for their tensors (in tuples too).
 
     `cu_seqlens` stays contiguous, as operations require.
     """

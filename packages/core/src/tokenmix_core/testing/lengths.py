@@ -1,4 +1,4 @@
-"""Tests that the tokens which training appends (`modeling.lengths`) change neither the loss nor gradients."""
+"""Tests that tokens which training appends to rows (`modeling.lengths`) change neither the loss nor gradients."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class LengthsContract:
         ids = ids if form == "rows" else ids[:1]
 
         def gradients() -> tuple[Tensor, dict[str, Tensor]]:
-            # seeded, so that dropout is the same in all calls
+            # a fixed seed, so that dropout is equal in all calls
             torch.manual_seed(0)
             model.train().zero_grad()
             loss = model(ids, labels=ids, **given).loss

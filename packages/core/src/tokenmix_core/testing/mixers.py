@@ -194,7 +194,7 @@ class MixerContract:
             assert p.grad.any(), name
 
     def test_every_parameter_has_a_gradient_where_a_token_is_all_there_is(self, mixer, x):
-        # data-parallel training waits for all gradients, so a parameter without effect must have a zero gradient, not
+        # data-parallel training waits for all gradients: a parameter without effect must have a zero gradient, not
         # None
         token = x[:, :1]
         run_mixer(mixer.train(), token, **self.trained(token)).square().sum().backward()

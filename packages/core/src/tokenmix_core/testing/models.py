@@ -84,7 +84,7 @@ class ModelContract(
     def model(self, config) -> HybridForCausalLM:
         torch.manual_seed(0)
         model = self.causal_lm_class(config).eval()
-        # larger than usual initial weights, so that an error in one layer changes the logits clearly
+        # initial weights larger than usual, so that an error in one layer changes the logits clearly
         with torch.no_grad():
             for name, p in model.named_parameters():
                 if name.endswith("proj.weight"):
@@ -101,7 +101,7 @@ class ModelContract(
         for parts in ([1] * self.tokens, random_parts(self.tokens, rng), random_parts(self.tokens, rng)):
             assert relative_error(logits_in_parts(model, ids, parts, **self.inputs), whole) < 1e-4, parts
 
-    # with lengths of at most 4, the first parts into which sequences are split contain only padding
+    # lengths of at most 4: the first parts into which the sequences are split then contain only padding
     @pytest.mark.parametrize("padded_everywhere", [0, 4])
     @torch.no_grad()
     def test_padding_changes_nothing_in_any_split(self, model, ids, padded_everywhere):
@@ -320,12 +320,12 @@ class ModelContract(
                 terms = {k: v.detach().sum() for k, v in (out.auxiliary or {}).items() if k.endswith("_loss")}
                 return Losses(out.loss.detach(), terms)
 
-            # on a CPU capture eager operations, on a GPU capture kernels
+            # on a CPU the emulator captures eager operations, on a GPU a graph captures kernels
             with graphs_everywhere(eager=True):
                 make = GraphedStep(learner, ids.device) if captured else lambda passes, *given: passes(*given)
             generator, seen = torch.Generator().manual_seed(0), []
             torch.manual_seed(0)
-            # an optimizer step has three micro-batches; from the second step on, all passes are captured or replayed
+            # each optimizer step has three micro-batches; from the second step on, all passes are captured or replayed
             for i in range(12):
                 row = ids[:, torch.randperm(ids.shape[1], generator=generator)]
                 found = make(passes, {"input_ids": row, "labels": row, **self.inputs}, torch.tensor(100 + i))
@@ -359,7 +359,7 @@ class ModelContract(
     def test_one_graph_serves_all_lengths_and_counts_of_documents(self, traced_case, form):
         torch.compiler.reset()
         model = by_kernels(self.causal_lm_class(self.config_class(**self.traced[traced_case])))
-        # models do not train on padded batches, because auxiliary losses of mixers cannot leave padding out
+        # models are not trained on padded batches, because auxiliary losses of mixers cannot leave padding out
         training = form != "padded"
         graphs = CountedGraphs()
         compiled = torch.compile(model.train(training), fullgraph=True, backend=graphs)

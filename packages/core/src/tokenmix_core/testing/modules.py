@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from tokenmix_core.testing.closeness import relative_error
 
-# number of tokens from the prompt's end to the sequence's end, and number of decoding steps
+# number of tokens between the prompt's end and the sequence's end; number of decoding steps
 BEFORE_END, STEPS = 12, 3
 
 
@@ -50,7 +50,7 @@ class Forms:
             self.cache = self._cached()[0]
 
     def __call__(self, name: str) -> Tensor:
-        # seeded, so that dropout is the same in all calls
+        # a fixed seed, so that dropout is equal in all calls
         torch.manual_seed(0)
         self.model.train(name == "training")
         if name == "training":
@@ -59,7 +59,7 @@ class Forms:
             if name == "prefill":
                 return self._cached()[1].flatten()
             if name == "decoding":
-                # a copy of a cache that was filled before the module was changed
+                # copy the cache, which was filled before the module was changed
                 return torch.cat(list(self._steps(copy.deepcopy(self.cache)))).flatten()
             out = self.model(input_ids=self.ids, labels=self.ids, use_cache=False, **self.inputs)
             return torch.cat((out.loss.view(1), out.logits.flatten()))
@@ -98,10 +98,10 @@ class ModulesContract:
             for name in forms.names:
                 with _changed(module, lambda p: moved(p, torch.Generator().manual_seed(0))):
                     if torch.equal(forms(name), exact[name]):
-                        # this use of the model does not need the module
+                        # this use of the model does not need the module: its change has no effect
                         continue
                 seen.add(path)
-                # a small change may move no score across a threshold, so try changes up to 16 times as large
+                # try changes up to 16 times as large: a small change may move no score across a threshold
                 assert any(
                     not torch.equal(_hooked(module, lambda: forms(name), seed), exact[name])  # noqa: B023
                     for seed in range(1, 17)
@@ -147,7 +147,7 @@ class ModulesContract:
             handle.remove()
         for i, n in enumerate(lengths):
             assert relative_error(together[i, -n:], alone[i]) < 1e-4, n
-            # in a padded row the hook has changed the last position, which is padding and has no loss
+            # padded rows: the hook has changed the last position, which is padding and has no loss
             assert n == tokens or relative_error(right[i, :n], plain[i, :n]) < 1e-4, n
 
     @torch.no_grad()
@@ -169,7 +169,7 @@ class ModulesContract:
 
     def test_adapters_on_every_linear_layer_take_effect_and_merge(self, model, ids):
         peft = pytest.importorskip("peft")
-        # untied weights, because merging the head's adapter into a tied weight would also change the embedding
+        # untie the weights: merging the head's adapter into a tied weight would also change the embedding
         model.config.tie_word_embeddings = False
         model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach().clone())
         names = [name for name, module in model.named_modules() if type(module) is nn.Linear]
@@ -185,7 +185,7 @@ class ModulesContract:
         base = Forms(model, ids, self.inputs)
         exact = {name: base(name).detach() for name in base.names}
         base("training").sum().backward()
-        # modules without a gradient in the base model, for example gates of a layer whose window covers all tokens
+        # modules without a gradient in the base model, such as gates of a layer whose window covers all tokens
         idle = {name.rpartition(".")[0] for name, p in model.named_parameters() if p.grad is None or not p.grad.any()}
         adapted = peft.get_peft_model(copy.deepcopy(model), config)
         learned = [(name, p) for name, p in adapted.named_parameters() if p.requires_grad]
@@ -223,7 +223,7 @@ def _hooked(module: nn.Module, call: Callable[[], Tensor], seed: int) -> Tensor:
 
 @contextmanager
 def _changed(module: nn.Module, change: Callable[[Tensor], Tensor]) -> Iterator[None]:
-    """Context in which `change` is applied to the module's own parameters."""
+    """Context manager inside which `change` is applied to the module's own parameters."""
     before = dict(module._parameters)
     module._parameters.update(
         {name: p if p is None else nn.Parameter(change(p.detach())) for name, p in before.items()}

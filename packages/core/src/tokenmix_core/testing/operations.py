@@ -28,7 +28,7 @@ ALL_CHECKS = (
     "test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_static",
     "test_aot_dispatch_dynamic",
 )  # fmt: skip
-# maps each attribute of a contract, which describes a property of the operation, to the tests of this property
+# maps each attribute of a contract (which describes a property of the operation) to the tests of the property
 PROPERTIES = {
     "cases": (
         "test_the_reference_is_the_definition",
@@ -77,7 +77,7 @@ class OpContract(DerivativeTests, LayoutTests, PaddingTests, RefusalTests, SlotT
         eager: implementations that run on any device; they are compared with the definition in float64.
         tokens: arguments whose second axis is that of tokens.
         grows: further arguments whose second axis depends on the number of tokens.
-        past: those of `tokens` that every part of a split call gets from the first token on, not from its own first.
+        past: arguments among `tokens` that each part of a split call gets from the first token of all, not of the part.
         state: names of the argument for the initial state, and of the result that is the final state.
         final: names of the results that have one entry per sequence; by default the final state.
         shared: arguments without a batch axis.
@@ -85,7 +85,7 @@ class OpContract(DerivativeTests, LayoutTests, PaddingTests, RefusalTests, SlotT
         cases: sizes of the calls, by name, that are compared with the definition.
         lengths: values of T at which a chunk or tile ends or begins.
         kernels: `KernelCase`s or sizes of calls, by name, that are tested with the kernels.
-        factor: largest error of the kernels, as a multiple of the eager reference's error.
+        factor: maximum error of the kernels, as a multiple of the eager reference's error.
         floor: maps a result's name and the eps of the inputs' dtype to the error that is always allowed; by default
             that of `assert_agrees`.
         long: two lengths at which the grids of the kernels are compared.
@@ -142,7 +142,7 @@ class OpContract(DerivativeTests, LayoutTests, PaddingTests, RefusalTests, SlotT
             if bool(getattr(cls, name)) == (name in cls.absent):
                 raise TypeError(f"{cls.__name__}: {name} must be described, or be named in absent with a reason")
             for test in tests if name in cls.absent else ():
-                # pytest does not collect an attribute that is None
+                # None hides a test, because pytest does not collect it
                 setattr(cls, test, None)
 
     # ---- the description ----
@@ -312,7 +312,7 @@ class OpContract(DerivativeTests, LayoutTests, PaddingTests, RefusalTests, SlotT
                 if start < stop:
                     outputs.append(self.forms[form](**alone, impl=eager_impl))
                 for name, found in ends.items():
-                    # the final state of an empty document is its initial state, which by default is zero
+                    # an empty document has its initial state, by default zero, as final state
                     found.append(self.results(outputs[-1])[name] if start < stop else alone.get(self.state[0]))
             joined = self._joined(outputs)
             for name, found in ends.items():
@@ -347,7 +347,7 @@ class OpContract(DerivativeTests, LayoutTests, PaddingTests, RefusalTests, SlotT
                 assert torch.equal(got[name][1], x[1]), name
 
     def test_operators_pass_torchs_own_checks(self, device, monkeypatch):
-        # otherwise torch fills uninitialised memory, and only in some of the calls that opcheck compares
+        # otherwise torch fills uninitialised memory, but only in some of the calls that opcheck compares
         monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)
         for op, arguments, *tests in self.operators(device):
             torch.library.opcheck(op, arguments, test_utils=tests or ALL_CHECKS)
@@ -380,7 +380,7 @@ class OpContract(DerivativeTests, LayoutTests, PaddingTests, RefusalTests, SlotT
                 with caching(False):
                     wanted, _ = self._found(function, tensors, upstream)
                 assert all(torch.equal(got[name], x) for name, x in wanted.items())
-        # the second and the third call are replayed, and so are their backward passes
+        # the second and third call are replayed, and so are their backward passes
         assert made[0] >= (4 if self.differentiable else 2)
 
     def test_steps_equal_the_whole_and_write_to_the_state_they_are_given(self, impl, device):

@@ -49,7 +49,7 @@ class RankPool:
 
     def _start(self) -> None:
         context = multiprocessing.get_context("forkserver")
-        # the caller's models too: ranks that import them at different speeds would exceed the group's timeout
+        # preload the caller's models: ranks that import them at different speeds could exceed the group's timeout
         models = [name for name in sys.modules if name.startswith("tokenmix_") and name.endswith(".model")]
         context.set_forkserver_preload(["tokenmix_core.testing.split_contract", *models])
         store = tempfile.mktemp()

@@ -23,7 +23,7 @@ class RefusalTests:
         self._assert_refused(here.forms[form], tensors | options, change, words, device)
 
     def _assert_refused(self, function: Callable, arguments: dict[str, Any], change: Any, words: str, device) -> None:
-        # the unchanged call must be valid
+        # the unchanged call must be valid, and raise nothing
         function(**arguments)
         changed: Any = change(arguments) if callable(change) else {**arguments, **change}
         if changed.get("impl") == "triton":
@@ -60,9 +60,9 @@ class RefusalTests:
     def _assert_meta_refused(self, function: Callable, arguments: dict[str, Any], named: Callable) -> None:
         names = {name: named(name) for name, x in arguments.items() if isinstance(x, Tensor) and named(name)}
         if arguments["impl"] == "reference":
-            # this valid call enters the cache of checks; the cache's signatures must therefore include the device
+            # a valid call that enters the cache of checks: the cache's signatures must then include the device
             function(**{key: x.clone() if isinstance(x, Tensor) else x for key, x in arguments.items()})
-        # a call with only one tensor runs on the device of that tensor, so no error is expected
+        # skip calls with a single tensor, which run on the device of this tensor without an error
         for name, shown in names.items() if len(names) > 1 else ():
             changed = {key: x.clone() if isinstance(x, Tensor) else x for key, x in arguments.items()}
             with no_launches(), pytest.raises(ValueError, match=rf"\b{re.escape(shown)} is on meta\b"):

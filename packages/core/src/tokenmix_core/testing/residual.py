@@ -49,7 +49,7 @@ class ResidualContract:
             for i in watched:
                 (x,), y = before.pop(0), after.pop(0)
                 assert relative_error(x, reported[i]) < 1e-4
-                # the model returns the last hidden state after the final norm
+                # the model's last hidden state is taken after the final norm
                 y = y if i + 1 < len(layers) else model.model.norm(y)
                 assert relative_error(y, reported[i + 1]) < 1e-4
             for handle in handles:

@@ -55,7 +55,7 @@ def kept(rows: Iterable[dict], folder: Path) -> Iterator[dict]:
     """Yield `rows`; print each one and, on a GPU, save it at once, so that an interrupted run keeps its rows."""
     header: list[str] = []
     for row in rows:
-        # print the header whenever the columns differ from those of the previous row
+        # print the header if the columns differ from those of the previous row
         print(table([row]).splitlines()[1] if list(row) == header else "\n" + table([row]), flush=True)
         header = list(row)
         # times measured on a CPU are printed but not saved
@@ -71,7 +71,7 @@ def run_benchmark(path: Path, benchmark: Any, capsys: Any, *, function: str = "r
     below it; rows of another function in `results/<function>/`.
     """
     with capsys.disabled():
-        # import the libraries here, because they keep sys.stderr for their logs, and pytest's own is closed after the
+        # import the libraries here: they keep sys.stderr for their logs, and pytest closes its own sys.stderr after the
         # test
         script = runpy.run_path(str(path))
     measure = script[function]

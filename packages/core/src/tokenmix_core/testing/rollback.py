@@ -31,8 +31,8 @@ class RollbackContract:
                     assert relative_error(logits, whole[:, end : end + new]) < 1e-4, (kept, end, new)
                     end += new
                 longest = max(longest, end)
-                # crop twice in a row, so that pending tokens (kept by the first crop, but not in the restored states)
-                # are removed too
+                # some cases crop twice in a row: then pending tokens (kept by the first crop, but absent in the
+                # restored states) are removed too
                 for wanted in rng.choice(((0,), (1,), (2,), (1, 1))):
                     less = min(wanted, end - max(longest - kept, 0))
                     cache.crop(-less)

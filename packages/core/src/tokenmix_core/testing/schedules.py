@@ -47,7 +47,7 @@ def check_schedules(model: Any, ids: Tensor, inputs: Sequence[dict[str, Any]], c
     Raises:
         AssertionError: logits differ from those of a plain forward pass, or memory remains allocated without requests.
     """
-    # some rows begin with the same blocks of tokens, so that their requests share snapshots
+    # some rows begin with the same blocks of tokens, so that requests share snapshots
     shared = [torch.cat((ids[0, :n], ids[1, n:])) for n in (_BLOCK, 2 * _BLOCK + 1)]
     rows = [*ids, *shared]
     given = [model.request_inputs(inputs[i % len(inputs)], ids.shape[1]) for i in range(len(rows))]
@@ -70,7 +70,7 @@ class _Schedule:
     ):
         self.model, self.rows, self.inputs, self.exact, self.rng, self.name = model, rows, inputs, exact, rng, name
         self.states, self.tokens = RequestStates(model), len(rows[0])
-        # maps each request to the index of its row, the number of tokens in its prompt, and the number computed so far
+        # for each request: index of its row, number of tokens in its prompt, and number of tokens computed so far
         self.running: dict[str, list[int]] = {}
         self.begun = 0
 
@@ -129,7 +129,7 @@ class _Schedule:
     def _preempt(self, name: str) -> None:
         row, prompt, done = self.running[name]
         self.states.drop(name)
-        # after a preemption, tokens generated before belong to the new prompt
+        # after a preemption, the tokens generated before belong to the new prompt
         self._begin(row, max(prompt, done), name)
 
     def _crop(self, name: str) -> None:

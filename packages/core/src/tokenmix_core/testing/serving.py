@@ -24,7 +24,7 @@ class ServingContract:
         rng = random.Random(0)
         ends = int(ids.max())
         config = GenerationConfig(max_new_tokens=8, do_sample=False, pad_token_id=0, eos_token_id=ends)
-        # prompts are split into chunks (16 tokens per step), and there are too few pages, so that requests are
+        # 16 tokens per step split prompts into chunks, and the number of pages is too small, so that requests are
         # preempted
         pool = ContinuousBatchingConfig(page_size=8, num_blocks=12, max_batch_tokens=16)
         prompts = [ids[i % len(ids), : rng.choice((1, 3, 9, self.tokens))].tolist() for i in range(14)]
@@ -37,7 +37,7 @@ class ServingContract:
                 names.append(manager.add_request(prompt, max_new_tokens=limit))
                 if i % 5 == 4:
                     manager.cancel_request(names[-1])
-                    # wait, so that the next requests arrive while earlier ones are running
+                    # wait, so that later requests arrive while earlier ones are running
                     time.sleep(0.02)
             expected = {name for i, name in enumerate(names) if i % 5 != 4}
             deadline = time.monotonic() + 60
@@ -48,7 +48,7 @@ class ServingContract:
         assert expected <= set(results)
         for name, prompt, limit in zip(names, prompts, limits, strict=True):
             if name in expected:
-                # without further inputs, because the engine takes none
+                # no further inputs, because the engine takes none
                 alone = model.generate(torch.tensor([prompt]), generation_config=config, max_new_tokens=limit)
                 assert results[name].error is None
                 assert results[name].generated_tokens == alone[0, len(prompt) :].tolist()

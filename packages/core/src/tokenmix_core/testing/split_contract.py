@@ -13,7 +13,7 @@ from torch import Tensor
 from tokenmix_core import parallel
 from tokenmix_core.parallel import SequenceShard, gather_rows, overlap
 
-# largest allowed error in float64, relative to the largest element
+# maximum error in float64, relative to the largest element
 TOLERANCE = 1e-12
 
 
@@ -166,7 +166,7 @@ def operation_error(group: dist.ProcessGroup, case: Case, layout: Layout) -> flo
             found.append(t.detach() if whole else gather_rows(shard, t))
         for t in equal.values():
             weight = torch.randn(t.shape, generator=generator, dtype=t.dtype)
-            # each rank's loss has another fraction of the weight; the fractions sum to 1
+            # each rank's loss has a different fraction of the total weight; the fractions sum to 1
             share = 1.0 if whole else 2.0 * (shard.rank + 1) / (shard.size * (shard.size + 1))
             loss = loss + share * (t * weight).sum()
             found.append(t.detach())
@@ -179,7 +179,7 @@ def operation_error(group: dist.ProcessGroup, case: Case, layout: Layout) -> flo
         return found
 
     split = differentiated(whole=False)
-    # a RankPool returns the result of rank 0, and a comparison on each rank would take as long again
+    # compare on rank 0 only, whose result a RankPool returns: a comparison takes as long again
     return relative_error(split, differentiated(whole=True)) if dist.get_rank(group) == 0 else 0.0
 
 
@@ -260,7 +260,7 @@ def model_error(
         with parallel.sequence_shard(None if whole else shard):
             given = inputs | ({"cu_seqlens": boundaries} if whole else {})
             out = model(ids, labels=labels, use_cache=False, output_logits=True, **given)
-        # called outside the context, because gradient checkpointing must even then recompute the layers on split rows
+        # outside the context: gradient checkpointing must recompute the layers on split rows even then
         out.loss.backward()
         found = [out.loss.detach(), out.logits.detach() if whole else gather_rows(shard, out.logits)]
         for p in model.parameters():
@@ -271,7 +271,7 @@ def model_error(
         return found
 
     split = differentiated(whole=False)
-    # a RankPool returns the result of rank 0, and a comparison on each rank would take as long again
+    # compare on rank 0 only, whose result a RankPool returns: a comparison takes as long again
     return relative_error(split, differentiated(whole=True)) if dist.get_rank(group) == 0 else 0.0
 
 

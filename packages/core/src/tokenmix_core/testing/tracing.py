@@ -1,4 +1,4 @@
-"""Graphs of torch.compile that are traced as on a GPU, but executed only for their shapes: no kernel is interpreted."""
+"""Trace graphs of torch.compile as on a GPU, but execute them only for their shapes: no kernel is interpreted."""
 
 from __future__ import annotations
 

@@ -48,9 +48,7 @@ class RowSplit:
         sampler.process_index //= self.size
 
     def of(self, inputs: dict[str, Any]) -> tuple[dict[str, Any], AbstractContextManager[Any]]:
-        """Return the inputs without `cu_seqlens`, and a context manager that tells layers the split and the
-        boundaries.
-        """
+        """Return inputs without `cu_seqlens`, and a context manager that tells layers the split and boundaries."""
         boundaries = inputs.get("cu_seqlens")
         shard = SequenceShard(inputs["input_ids"].shape[1], boundaries, layout=self.layout, group=self.group)
         return {name: x for name, x in inputs.items() if name != "cu_seqlens"}, sequence_shard(shard)

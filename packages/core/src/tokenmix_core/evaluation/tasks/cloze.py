@@ -12,7 +12,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-# number of tokens that the benchmark reserves for the answer
+# number of tokens that the benchmark reserves for an answer
 ANSWER_TOKENS = 50
 _MARKS = re.compile(r"\[(?:PAR|DOC|TLE)\]")
 
@@ -38,7 +38,7 @@ def _load(name: str, *, around_answer: bool, metadata: dict[str, Any]) -> dict[s
 
     from tokenmix_core._utils.trust import from_pretrained
 
-    # safe, because datasets from version 4 on runs no code of a repository
+    # this is safe: datasets from version 4 on runs no code of a repository
     rows = load_dataset(name, split="validation")
     if max_length := metadata.get("max_length"):
         tokenizer = from_pretrained(AutoTokenizer, metadata["tokenizer"])
@@ -69,7 +69,7 @@ def cut(row: dict[str, Any], tokenizer: Any, max_length: int, *, around_answer: 
     if around_answer and (found := re.search(re.escape(_answers(row)[0]), passage, re.IGNORECASE)):
         middle = sum(1 for _, end in spans if end <= found.start())
         first = min(max(0, middle - budget // 2), len(spans) - budget)
-    # cut the text by character positions, because decoding the remaining tokens could change it
+    # cut the text by character positions: decoding the remaining tokens could change the text
     return {**row, "context": passage[spans[first][0] : spans[first + budget - 1][1]]}
 
 

@@ -94,14 +94,14 @@ class StateMetadataBuilder(AttentionMetadataBuilder):
         tokens = starts[1 : n + 1] - starts[:n]
         lengths = (ends - tokens).clamp_(min=0)
         slots, before = self.slots[:n], self.before[:n]
-        # padding of a captured batch has no tokens, and slot 0, which belongs to no request
+        # padding of a captured batch has no tokens and slot 0, which belongs to no request
         before.copy_(common.seq_lens[:n] - (common.query_start_loc[1 : n + 1] - common.query_start_loc[:n]))
         before.clamp_(min=0)
         slots.copy_(torch.where(common.seq_lens[:n] > 0, table[:n], 0)).clamp_(min=0)
         decode_slots = self.decode_slots[:n].copy_(torch.where(slots > 0, slots, -1))
         new = (lengths[:decodes] == 0) & (ends[:decodes] > 0)
         if bool(new.any()):
-            # a prompt of one token counts as decoding, but another request may have left its state in the slot
+            # a prompt of one token counts as decoding: clear its slot, in which another request may have left its state
             self._clear(slots[:decodes][new.to(slots.device)])
         return StateMetadata(
             decodes,

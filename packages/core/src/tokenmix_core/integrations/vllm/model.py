@@ -33,13 +33,14 @@ class ServedCausalLM(nn.Module, HasInnerState, IsHybrid):
         _check(vllm_config)
         compilation = vllm_config.compilation_config
         if compilation.cudagraph_mode == CUDAGraphMode.FULL_AND_PIECEWISE:
-            # vLLM compiles no part of this model, and would capture nothing between attention layers
+            # full graphs of decoding only: vLLM compiles no part of this model, and would capture nothing between
+            # attention layers
             compilation.cudagraph_mode = CUDAGraphMode.FULL_DECODE_ONLY
         config = vllm_config.model_config.hf_config
         model = causal_lm_of(config)(config).eval()
         model.tie_weights()
         self.config, self.lm_head, self.backbone = config, model.lm_head, model.model
-        # the tensors into which to load weights, by the weights' names in a checkpoint
+        # maps the name of each weight in a checkpoint to the tensor to load it into
         self._targets = {**dict(model.named_parameters()), **_persistent_buffers(model)}
         self._tied = model.lm_head.weight is model.model.embed_tokens.weight
         layouts = _layouts(vllm_config)

@@ -17,7 +17,7 @@ from tokenmix_core.nn.state import LayerState, StatePart, TensorState
 
 # alignment, in bytes, of tensors within a slot and of slots
 _ALIGN = 256
-# vLLM allocates slots as elements of this type
+# vLLM allocates slots as elements of this dtype
 SLOT_DTYPE = torch.int32
 
 
@@ -165,7 +165,7 @@ def _reduced(config: Any, labels: list[str]) -> Any:
 
 @contextmanager
 def default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    """Context in which new floating-point tensors have the given dtype."""
+    """Context manager: new floating-point tensors have the given dtype."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:

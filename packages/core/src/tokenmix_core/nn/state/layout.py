@@ -13,9 +13,7 @@ from tokenmix_core.chunking import cu_seqlens_from_lengths
 
 
 class _once:
-    """A property computed at first use, without the lock of Python 3.11's `cached_property`, which breaks
-    torch.compile.
-    """
+    """A property computed at first use; Python 3.11's `cached_property` has a lock, which breaks torch.compile."""
 
     def __init__(self, fn: Callable[[Any], Any]):
         self.fn, self.__doc__ = fn, fn.__doc__
@@ -149,9 +147,7 @@ class Span:
 
     @_once
     def index(self) -> Int[Tensor, "total"]:
-        """Index of each real token in the flattened `[N · tokens]`; waits for the device unless the layout is
-        `fixed`.
-        """
+        """Index of each real token in the flattened `[N · tokens]`; waits for the device unless shapes are `fixed`."""
         assert self.mask is not None
         if self.aligned:
             order = (~self.mask).to(torch.uint8).argsort(dim=1, stable=True)

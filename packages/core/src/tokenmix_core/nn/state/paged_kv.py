@@ -224,9 +224,7 @@ class PagedKVState(StatePart):
         self._stored = self._runs(k, *source), self._runs(v, *source), table, self.page * taken
 
     def _taken(self, counts: Tensor, number: Tensor) -> tuple[Tensor, Tensor]:
-        """Return, for a row's `number`-th taken run (from 1), its index among the runs and its head; at most its last
-        run.
-        """
+        """Return index and head of a row's `number`-th taken run of tokens, counted from 1, or of its last one."""
         source, runs = torch.searchsorted(counts, number.minimum(counts[:, -1:])), counts.shape[1] // self.heads
         return source % runs, source // runs
 
