@@ -50,19 +50,7 @@ def run_jobs(
     deadline: float,
     log: Callable[[str], None],
 ) -> Summary:
-    """Run jobs until none is left; log an error and continue with all other jobs.
-
-    Args:
-        ready: returns the jobs that are not done and can start, in order of priority.
-        call: takes a job and returns a function that runs the job, and which returns True if the job is then done.
-        workers: the workers, each of which runs one job at a time.
-        deadline: seconds since the epoch; later no job starts, and jobs still running after further `GRACE` seconds are
-            killed.
-        log: called with one line of text per job.
-
-    Raises:
-        Terminated: SIGTERM was received; the worker processes have also received it and have ended.
-    """
+    """Run jobs until none is left; if a job fails, log its error and continue with the others."""
     running: dict[InlineWorker | ProcessWorker, Job] = {}
     failed: dict[Job, None] = {}
     try:

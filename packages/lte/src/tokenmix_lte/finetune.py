@@ -32,7 +32,7 @@ def finetune(checkpoint: str, *, scorer: bool = False) -> Recipe:
         description="the scorers alone" if scorer else "all weights and the scorers together",
         model={},
         data=DataRecipe(sources=["data/fineweb-edu"], seq_len=4096, documents="joined", data_seed=42),
-        # λ can grow from 1e-9 to 1 within 1,660 steps; this recipe has 3,815
+        # λ, a head's weight of the sparsity loss, can grow from 1e-9 to 1 within 1,660 steps; this recipe has 3,815
         optimizer=OptimizerRecipe(
             total_tokens=Tokens("2B"),
             warmup_tokens=Tokens("50M"),

@@ -9,14 +9,14 @@ from tokenmix_lte.config import LteConfig as LteConfig
 
 
 class LteModel(HybridModel):
-    """The backbone."""
+    """The backbone whose layers have learned token eviction by default."""
 
     config: LteConfig
     config_class = LteConfig
 
 
 class LteForCausalLM(HybridForCausalLM):
-    """The causal language model."""
+    """The causal language model whose layers have learned token eviction by default."""
 
     config: LteConfig
     config_class = LteConfig

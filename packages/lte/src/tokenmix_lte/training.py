@@ -19,7 +19,7 @@ from tokenmix_lte.scorers import FIXED
 EVERY = 32
 DECAY = 1 - 2 / (1 + EVERY / 2)
 RISE, FALL = 1.5, 0.5
-# λ falls if the retained fraction is below this part of the target
+# λ, a head's weight of the sparsity loss, falls if the retained fraction is below this part of the target
 SLACK = 0.95
 
 

@@ -9,14 +9,14 @@ from tokenmix_nats_l.config import NatsLConfig as NatsLConfig
 
 
 class NatsLModel(HybridModel):
-    """The backbone."""
+    """The backbone whose layers are NAtS-L by default."""
 
     config: NatsLConfig
     config_class = NatsLConfig
 
 
 class NatsLForCausalLM(HybridForCausalLM):
-    """The causal language model."""
+    """The causal language model whose layers are NAtS-L by default."""
 
     config: NatsLConfig
     config_class = NatsLConfig

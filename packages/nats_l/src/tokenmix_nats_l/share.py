@@ -13,7 +13,8 @@ from tokenmix_core.nn import KeepsFloat32, is_loaded
 # LEAST_WEIGHT), and the offset the gain max(GAIN w, LEAST_GAIN)
 SPAN = 16
 LEAST_WEIGHT, LEAST_GAIN, GAIN = 0.1, 0.2, 0.4
-# maximum of |z|, in standard deviations: a head whose chunks all have one type then returns within about ten steps
+# maximum of |z|, the threshold in standard deviations of the scores: a head whose chunks all have one type then returns
+# within about ten steps
 MOST_OFFSET = 4.0
 
 
@@ -79,7 +80,7 @@ class ShareThreshold(KeepsFloat32):
 
     @torch.no_grad()
     def init_weights_(self) -> None:
-        """Reset the buffers that no checkpoint has set; z starts at the normal quantile of 1 − target."""
+        """Reset the buffers that no checkpoint has set; the offset z starts at the normal quantile of 1 − target."""
         for name, buffer in self.named_buffers():
             if not is_loaded(buffer):
                 buffer.zero_()

@@ -63,7 +63,7 @@ class SlotWindowPart(StatePart):
         return () if self.value is None else tuple(x for x in self.value if x is not None)
 
     def map_(self, fn: Callable[[Tensor], Tensor]) -> None:
-        """Replace each tensor by `fn` of it."""
+        """Replace each tensor `x` by `fn(x)`."""
         if self.value is not None:
             self.value = SlotWindowState._make(None if x is None else fn(x) for x in self.value)
 

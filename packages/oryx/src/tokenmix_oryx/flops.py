@@ -25,12 +25,12 @@ class MixerFlops(NamedTuple):
 
 
 def linear_state_flops(seq_len: int, key_size: int, value_size: int, chunk_size: int) -> float:
-    """Return the FLOPs of all state updates: 2 T K V for chunk states plus 2 T K V / C for the scan over chunks."""
+    """Return the FLOPs of all state updates: 2 T K V for states, 2 T K V / C for the scan over chunks of C tokens."""
     return 2.0 * seq_len * key_size * value_size * (1 + 1 / chunk_size)
 
 
 def linear_output_flops(seq_len: int, key_size: int, value_size: int, chunk_size: int) -> float:
-    """Return the FLOPs of outputs in linear mode: 2 T C (K + V) within chunks plus 2 T K V to read chunk states."""
+    """Return the FLOPs of outputs in linear mode: 2 T C (K + V) in chunks of C tokens, 2 T K V to read chunk states."""
     return 2.0 * seq_len * (chunk_size * (key_size + value_size) + key_size * value_size)
 
 

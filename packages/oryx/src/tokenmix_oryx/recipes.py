@@ -38,7 +38,7 @@ _MILLIONS = {"130m": 130, "380m": 380, "810m": 810, "1.4b": 1400}
 
 
 def mode_rows(recipe: Recipe) -> RowInputs:
-    """Return a function with the modes of each training row, which depend on the data's seed and the row's index."""
+    """Return a function of a row's index that returns the row's modes; they depend on the index and the data's seed."""
     config = recipe.model_config()
     return partial(
         _modes_of_row,
@@ -68,7 +68,7 @@ def model_fields(family: str, width: int, layers: int, **options: Any) -> dict[s
     return {
         "hidden_size": width,
         "num_hidden_layers": layers,
-        # an MLP of width F has 3 D F weights; F is rounded to a multiple of 64
+        # an MLP of width F has 3 D F weights in a model of width D; F is rounded to a multiple of 64
         "intermediate_size": round(ratio * width / 3 / 64) * 64,
         "mixers": ["oryx"],
         "mixer_options": {"oryx": {"linear_mixer": FAMILIES[family], **options}},

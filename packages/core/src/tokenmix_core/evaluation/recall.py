@@ -146,7 +146,7 @@ def copying_suite(model: Any, tokenizer: Any, options: EvalOptions) -> SuiteResu
 
 
 def copying_chance(tokens: int, vocab_size: int) -> float:
-    """Return the accuracy of guessing one of the tokens to copy, which is right also if another token has its value."""
+    """Return the accuracy of guessing one of the tokens to copy; a token of equal value counts as right, too."""
     return 1 / tokens + (1 - 1 / tokens) / max(1, vocab_size - 2)
 
 

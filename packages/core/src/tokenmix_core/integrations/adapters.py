@@ -57,7 +57,7 @@ def causal_conv1d_update(
     impl: Impl | None = None,
     **call: Any,
 ) -> Float[Tensor, "B D 1"]:
-    """Convolve one token of each sequence; update `conv_state`, which holds the last S ≥ W − 1 inputs."""
+    """Convolve one token of each sequence with W taps; update `conv_state`, which holds the last S ≥ W − 1 inputs."""
     x = hidden_states.transpose(1, 2)
     before = conv_state[..., 1 - weight.shape[1] :]
     y = ops.short_conv(

@@ -104,10 +104,10 @@ UNCOVERED: dict[str, str] = {
 def use_kernels(model_or_family: nn.Module | str, *, impl: Impl | None = None) -> KernelUse:
     """Compute a transformers model, or all models of a family, by our kernels: training, prefill and decoding.
 
-    Replaced are: gated delta rule, convolution and gated norm of Qwen3-Next, Qwen3.5 (and MoE), OLMo-Hybrid, Qwen4-Exp
-    and Lara Mini; the convolution of LFM2 (and MoE) and LFM3; SSD, convolution and gated norm of Mamba2, Bamba, Zamba2,
-    Nemotron-H, Granite-MoE-hybrid and Falcon-H1 (before transformers 5.23, Nemotron-H's norm belongs to the family
-    Zamba2). Weights, caches and all other code remain those of transformers. Packed sequences, marked by
+    Our kernels replace the gated delta rule, convolution and gated norm of Qwen3-Next, Qwen3.5 (and MoE), OLMo-Hybrid,
+    Qwen4-Exp and Lara Mini; the convolution of LFM2 (and MoE) and LFM3; SSD, convolution and gated norm of Mamba2,
+    Bamba, Zamba2, Nemotron-H, Granite-MoE-hybrid and Falcon-H1 (before transformers 5.23, Nemotron-H's norm belongs to
+    the family Zamba2). Weights, caches and all other code remain those of transformers. Packed sequences, marked by
     `cu_seq_lens_q`, `seq_idx` or restarting `position_ids`, are separated in all layers, attention included, with the
     result of separate calls; a call with packed sequences must have no cache and no padding. A compiled model keeps the
     functions with which it was traced: call this before compiling. A copy of a model keeps the kernels in use when it

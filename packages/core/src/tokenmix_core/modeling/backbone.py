@@ -325,7 +325,7 @@ class HybridModel(HybridPreTrainedModel):
         return mlps + sum(mixer.flops_per_token(seq_len) for mixer in self.mixers)
 
     def _deferring(self) -> list[bool]:
-        """Return for each block whether the next block's norm adds its last branch: only if both `is_plain`."""
+        """Return for each block whether the next block's norm adds this block's last branch: if both are plain."""
         unseen = [is_plain(HybridBlock, layer) for layer in self._blocks]
         return [*(a and b for a, b in itertools.pairwise(unseen)), False]
 

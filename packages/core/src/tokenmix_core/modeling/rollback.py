@@ -221,7 +221,7 @@ class History:
 
 
 def _last_tokens(outputs: list[Any], tokens: int) -> Any:
-    """Return the last of `outputs`, extended to the last `tokens` tokens of all of them."""
+    """Return the last of `outputs`, with the tensors for the last `tokens` tokens of all outputs together."""
 
     def last(field: Callable[[Any], Tensor]) -> Tensor:
         return torch.cat([field(x) for x in outputs], 1)[:, -tokens:]

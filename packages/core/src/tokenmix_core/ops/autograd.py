@@ -94,7 +94,7 @@ def _made(step: Any) -> Callable:
         first = end
 
     def made(*fields):
-        # build the last nested tuple first: each replacement shortens the list only behind the earlier tuples' indices
+        # build the last nested tuple first: this changes no index of a field before it
         for first, end, part in parts:
             fields = *fields[:first], part(*fields[first:end]), *fields[end:]
         return step(*fields)

@@ -327,7 +327,7 @@ def _whole(choice: Choice, tokenizer: Any, chat: bool) -> dict[str, Any]:
 
 
 def _logprobs(choice: Choice, tokenizer: Any, chat: bool, start: int) -> dict[str, Any] | None:
-    """Return the log-probabilities of an answer's tokens from `start` on, in the format of (`chat`) completions."""
+    """Return the log-probabilities of an answer's tokens from `start` on, in the format of completions or of `chat`."""
     if choice.sampling.logprobs is None:
         return None
     tokens, chosen = choice.tokens[start:], choice.sampling.chosen[start : len(choice.tokens)]

@@ -155,7 +155,7 @@ def _several(out: Any) -> list | tuple:
 
 
 def _found(x: Any, made: dict[int, Tensor], new: dict[int, Any]) -> Callable[[], Any]:
-    """Return a function that gives an argument in a replay: the replay's version of a tensor made in the capture."""
+    """Return a function that returns a replay's argument: x, with the replay's tensors in place of those in `made`."""
     if isinstance(x, Tensor):
         key = id(x)
         return (lambda: new[key]) if key in made else (lambda: x)

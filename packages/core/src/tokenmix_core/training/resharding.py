@@ -93,7 +93,8 @@ def memory_plan(model: nn.Module, tokens: int, ranks: int, *, bf16: bool, checkp
     kept = 16 * parameters / ranks + 8 * parameters + activations
     units = layer_modules(model)
     layer = 4 * sum(p.numel() for unit in units for p in unit.parameters()) / max(1, len(units))
-    # group layers only if FSDP2 can (a unit has one dtype) and without recomputation, with which groups were not tested
+    # one layer per unit if dtypes differ, which FSDP2 forbids inside a unit, or if layers are recomputed, which was not
+    # tested with larger units
     kinds = {(p.dtype, p.requires_grad) for p in model.parameters()}
     shared = len(units) if len(kinds) == 1 and not checkpointing else 1
     return MemoryPlan(_memory(), kept, 20 * parameters + activations, shared, layer or _UNIT_BYTES)

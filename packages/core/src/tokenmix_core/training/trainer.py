@@ -233,7 +233,7 @@ def build_trainer(
 
     If `progress`, the trainer reports its progress on the terminal.
     """
-    # first, because it initialises torch.distributed
+    # made first, because the arguments initialise torch.distributed
     args = training_arguments(recipe, output_dir)
     tokenizer = load_tokenizer(recipe.data.tokenizer)
     with args.main_process_first(desc="corpora"):

@@ -92,7 +92,7 @@ def _packed(q, pooled_k, pooled_v, block: int, cu_seqlens: Tensor, impl: Impl | 
     at, slots = sequence_positions(T, cu_seqlens, q.device), first_slots(cu_seqlens, block)
     complete = cu_seqlens.diff() // block
     begins = F.pad(complete.cumsum(0), (1, 0))
-    # a row stands for one block: `sequence` is its sequence; its index among the pooled keys follows
+    # a row stands for one block: `sequence` is the block's sequence, `slot` its index among the pooled keys
     row = torch.arange(rows, device=q.device)
     used = row < begins[-1]
     sequence = torch.searchsorted(begins[1:].contiguous(), row, right=True).clamp(max=len(complete) - 1)

@@ -152,7 +152,7 @@ class PagedKVState(StatePart):
         return paged_attention_decode(q.unsqueeze(1), *self._held(), scale=scale, impl=impl)
 
     def map_(self, fn: Callable[[Tensor], Tensor]) -> None:
-        """Replace every tensor by `fn` of it."""
+        """Replace each tensor `x` by `fn(x)`."""
         if self._stored is not None:
             keys, values, table, lengths = map(fn, self._stored)
             self._stored = keys, values, table, lengths
@@ -224,7 +224,7 @@ class PagedKVState(StatePart):
         self._stored = self._runs(k, *source), self._runs(v, *source), table, self.page * taken
 
     def _taken(self, counts: Tensor, number: Tensor) -> tuple[Tensor, Tensor]:
-        """Return index and head of a row's `number`-th taken run of tokens, counted from 1, or of its last one."""
+        """Find a row's `number`-th taken run (from 1, at most its last); return its index in time and its head."""
         source, runs = torch.searchsorted(counts, number.minimum(counts[:, -1:])), counts.shape[1] // self.heads
         return source % runs, source // runs
 
@@ -246,7 +246,7 @@ class PagedKVState(StatePart):
         return Pages(pages.row + 1, cdiv(pages.head + 1, _COLUMNS) * _COLUMNS)
 
     def _in_use(self, take: Tensor | None = None) -> Pages:
-        """Read from the device how many pages are in use; with `take [N, runs, H]`, after these runs are appended."""
+        """Read from the device how many pages are in use, `take [N, runs, H]` of further runs included if given."""
         held = self.lengths // self.page
         held = held if take is None else held + take.sum(1)
         if not held.numel():

@@ -193,7 +193,7 @@ class TensorState(StatePart):
         return () if self.value is None else (self.value,)
 
     def map_(self, fn: Callable[[Tensor], Tensor]) -> None:
-        """Replace the tensor by `fn` of it."""
+        """Replace the tensor `x`, if there is one, by `fn(x)`."""
         if self.value is not None:
             self.value = fn(self.value)
 

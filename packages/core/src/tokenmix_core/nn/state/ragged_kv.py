@@ -87,7 +87,7 @@ class RaggedKVState(StatePart):
         return AttentionOutput(o.view(N, 1, HQ, -1), lse.view(N, 1, HQ))
 
     def map_(self, fn: Callable[[Tensor], Tensor]) -> None:
-        """Replace every tensor by `fn` of it."""
+        """Replace every tensor `x` by `fn(x)`."""
         if self._stored is not None:
             keys, values, lengths = map(fn, self._stored)
             self._stored = keys, values, lengths

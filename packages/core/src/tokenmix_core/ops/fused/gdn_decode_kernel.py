@@ -141,7 +141,7 @@ def delta_layer_step_kernel(
     beta = max_beta * sigmoid(tl.load(b + i_n * stride_b + i_hv).to(tl.float32))
     r_q = scale * tl.rsqrt(tl.sum(b_q * b_q, 0) + 1e-6)
     r_k = tl.rsqrt(tl.sum(b_k * b_k, 0) + 1e-6)
-    # one sweep over the old state S gives Sᵀ k and Sᵀ q; the update k uᵀ then adds (k · q) u to the output
+    # one sweep over the old state S gives Sᵀ k and Sᵀ q; the update k uᵀ (u: `b_u`) then adds (k · q) u to the output
     b_sk, b_sq = tl.sum(b_s * b_k[:, None], 0), tl.sum(b_s * b_q[:, None], 0)
     b_u = (b_v - decay * r_k * b_sk) * (beta * r_k)
     b_o = r_q * (decay * b_sq + tl.sum(b_k * b_q, 0) * b_u)

@@ -1,4 +1,4 @@
-"""The gated delta rule (Yang et al. 2025): a state decays, then adds, for each key, the error of the value it recalls.
+"""The gated delta rule (Yang et al. 2025): a state decays and then corrects the value that it recalls for a key.
 
 README.md derives the algorithm and defines the letters (Ã, b, γ, Γ, R, …) that its modules use.
 """

@@ -78,7 +78,10 @@ def chunk_gates(p_gates, rows, BT: tl.constexpr):
 
 @triton.jit
 def residual_of(b_s, b_k, b_v, b_a, b_b, r_k, DOT: tl.constexpr):
-    """Return transposed residuals Rᵀ = Vᵀ Ãᵀ − (γ ⊙ K S)ᵀ Ãᵀ; the MMA of V can start before the state S is known."""
+    """Return transposed residuals Rᵀ = Vᵀ Ãᵀ − (γ ⊙ K S)ᵀ Ãᵀ; the MMA of V can start before the state S is known.
+
+    Ã is the inverse of the chunk's triangular matrix, and γ the decay since the chunk's start.
+    """
     b_y = tl.dot(b_s, tl.trans(b_k), input_precision=DOT) * -(tl.exp2(b_b) * r_k)[None, :]
     b_r = tl.dot(tl.trans(b_v), tl.trans(b_a), input_precision=DOT)
     return tl.dot(b_y.to(b_k.dtype), tl.trans(b_a), b_r, input_precision=DOT)
@@ -86,14 +89,20 @@ def residual_of(b_s, b_k, b_v, b_a, b_b, r_k, DOT: tl.constexpr):
 
 @triton.jit
 def next_state(b_s, b_r, b_k, b_b, b_w, b_last, DOT: tl.constexpr):
-    """Return the transposed state after the chunk, S'ᵀ = 2^b_last Sᵀ + (2^(b_last − b) β ⊙ R)ᵀ K."""
+    """Return the transposed state after the chunk, S'ᵀ = 2^b_last Sᵀ + (2^(b_last − b) β ⊙ R)ᵀ K.
+
+    R are the residuals, and b the cumulative log2 decays with `b_last` at the chunk's end.
+    """
     b_r = (b_r * (b_w * tl.exp2(b_last - b_b))[None, :]).to(b_k.dtype)
     return tl.dot(b_r, b_k, b_s * tl.exp2(b_last), input_precision=DOT)
 
 
 @triton.jit
 def outputs(b_o, b_r, b_q, b_k, b_b, b_w, o_t, scale, L2NORM: tl.constexpr, DOT: tl.constexpr):
-    """Return the outputs Oᵀ = scale (Sᵀ Qᵀ ⊙ γ + Rᵀ P'ᵀ), given `b_o` = Sᵀ Qᵀ; P'ᵀ = diag(β) triu(K Qᵀ ⊙ Γᵀ)."""
+    """Return the outputs Oᵀ = scale (Sᵀ Qᵀ ⊙ γ + Rᵀ P'ᵀ), given `b_o` = Sᵀ Qᵀ; P'ᵀ = diag(β) triu(K Qᵀ ⊙ Γᵀ).
+
+    R are the residuals, γ the decays since the chunk's start, and Γ those between two tokens of the chunk.
+    """
     b_p = tl.dot(b_k, tl.trans(b_q), input_precision=DOT)
     b_p = (b_p * causal_decay_transposed(b_b, b_b, o_t, o_t) * b_w[:, None]).to(b_k.dtype)
     b_o = tl.dot(b_r.to(b_k.dtype), b_p, b_o * tl.exp2(b_b)[None, :], input_precision=DOT)

@@ -19,7 +19,10 @@ from tokenmix_core.ops.gated_delta_rule.plan import Form
 
 @triton.jit
 def block_gates(p_g, p_beta, p_gates, stride, rows, before, r_k):
-    """Store b, β r, r and β of 16 tokens; return b, β r, and the last b: the argument `before` of the next tokens."""
+    """Store cumulative decays b, β r (r: the keys' inverse norms), r and β of 16 tokens; return b, β r, and the last b.
+
+    The last b is the argument `before` of the next tokens.
+    """
     o_t = tl.arange(0, 16)
     b_g = load_decay(p_g + o_t * stride, o_t < rows)
     b_b = tl.cumsum(b_g, 0) + before
@@ -56,7 +59,7 @@ def prepare_kernel(
     K: tl.constexpr, BK: tl.constexpr, BT: tl.constexpr, L2NORM: tl.constexpr, PACKED: tl.constexpr,
     DOT: tl.constexpr, SOLVE: tl.constexpr,
 ):  # fmt: skip
-    """Compute Ã and the gates (b, β r, r and β) of a chunk for all value heads that share a key head."""
+    """Compute Ã, cumulative decays b, inverse key norms r, β r and β of a chunk for all value heads of a key head."""
     tl.static_assert(BT == 64)
     i_slot, i_h = tl.program_id(0), tl.program_id(1)
     _, bos, length, start = locate_chunk(i_slot, T, BT, N, cu_seqlens, PACKED)

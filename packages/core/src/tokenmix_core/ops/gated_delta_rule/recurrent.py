@@ -18,14 +18,14 @@ from tokenmix_core.ops.slots import slot_stride
 
 @triton.jit
 def scan_token(b_s, p_q, p_k, p_v, p_g, p_beta, p_o, scale, L2NORM: tl.constexpr):
-    """Store a token's output, return the state after it; L2NORM scales sums over K, fewer values than q and k have."""
+    """Store a token's output and return the state after it; with L2NORM, sums over K are scaled instead of q and k."""
     b_q, b_k, b_v = tl.load(p_q).to(tl.float32), tl.load(p_k).to(tl.float32), tl.load(p_v).to(tl.float32)
     decay, beta_t = tl.exp(tl.load(p_g).to(tl.float32)), tl.load(p_beta).to(tl.float32)
     r_q, r_k = scale, 1.0
     if L2NORM:
         r_q = scale * tl.rsqrt(tl.sum(b_q * b_q, 0) + 1e-6)
         r_k = tl.rsqrt(tl.sum(b_k * b_k, 0) + 1e-6)
-    # compute Sᵀ k and Sᵀ q of the old state S together; the update k uᵀ then adds (k · q) u to the output
+    # compute Sᵀ k and Sᵀ q of the old state S together; the update k uᵀ (u: `b_u`) then adds (k · q) u to the output
     b_sk, b_sq = tl.sum(b_s * b_k[:, None], 0), tl.sum(b_s * b_q[:, None], 0)
     b_u = (b_v - decay * r_k * b_sk) * (beta_t * r_k)
     b_o = r_q * (decay * b_sq + tl.sum(b_k * b_q, 0) * b_u)

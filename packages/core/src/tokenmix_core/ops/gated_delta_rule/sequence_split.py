@@ -251,9 +251,9 @@ def pass_back(
 def segment_states(x: Inputs, inverse: Tensor, gates: Tensor, segment: int) -> tuple[Tensor | None, Tensor | None]:
     """Return entering states and M of all segments, float32 `[slots, HV, K, …]`; None and None for whole sequences.
 
-    The dimension `slots` has one entry per segment (`kernels.triton.varlen.first_chunk`). A sequence's first segment,
-    which starts from the initial state, has neither. The last segment, and every segment with a decay below the limit,
-    has no M. Such entries are undefined.
+    The dimension `slots` has one entry per segment (`kernels.triton.varlen.first_chunk`). A sequence's first segment
+    starts from the initial state and has neither of the two. The last segment, and every segment with a decay below the
+    limit, has no M. Such entries are undefined.
     """
     if not segment:
         return None, None

@@ -40,9 +40,9 @@ _REFERENCE = "pass impl='reference'"
 
 @functools.cache
 def cudnn_heads() -> int:
-    """Return the largest head size that torch's cuDNN attention supports on every CUDA device; 0 for "do not use it".
+    """Return the largest head size that torch's cuDNN attention supports on every CUDA device.
 
-    0 if cuDNN is missing or a device is older than Hopper, where cuDNN is not faster.
+    The result is 0 if cuDNN is missing or a device is older than Hopper, where cuDNN is not faster.
     """
     if not torch.cuda.is_available() or not torch.backends.cudnn.is_available():
         return 0
@@ -55,7 +55,7 @@ def cudnn_heads() -> int:
 
 @constant_when_traced
 def flash_attention() -> int:
-    """Return FlashAttention's version for "flash_attn": 4 if installed and supported by all GPUs, else 2; 0: none."""
+    """Return the version of FlashAttention for "flash_attn": 4 if installed and all GPUs support it, else 2, else 0."""
     from tokenmix_core.ops.softmax_attention.flash4 import is_here
 
     if (9, 0) <= _oldest() < (12, 0) and is_here():

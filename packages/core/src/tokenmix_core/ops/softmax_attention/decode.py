@@ -36,8 +36,8 @@ def _attention_decode(
 ):  # fmt: skip
     """Compute attention of one tile of a key head's query rows to one share of the keys per program.
 
-    With a page table `[B, H, columns]`, each key head has a length and a list of pages. BN divides PAGE, a page's
-    tokens.
+    With a page table `[B, H, columns]`, each key head has a length and a list of pages. BN divides PAGE, the number of
+    tokens of a page.
     """
     pid = tl.program_id(0)
     i_s = pid % splits

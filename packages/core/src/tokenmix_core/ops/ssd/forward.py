@@ -33,7 +33,7 @@ def ssd_forward_kernel(
     K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BV: tl.constexpr,
     SEGMENTED: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
-    """Scan a sequence or (SEGMENTED) segment, BV columns of a head's state per program; strides are between tokens."""
+    """Scan a sequence or (SEGMENTED) segment, BV columns of a head's state per program; strides are those of tokens."""
     i_p = tl.program_id(0)
     i_v = i_p % (V // BV)
     i_h = i_p // (V // BV) % HV

@@ -97,7 +97,7 @@ def _find_slots(
     blocks, slots, cu_seqlens, s_b, s_t, s_h, s_s, T, TQ, TK, first, H, S, U, N,
     BLOCK: tl.constexpr, PACKED: tl.constexpr, BE: tl.constexpr,
 ):  # fmt: skip
-    """Compute, for each query and listed block, its index in all sequences' blocks; −1 if unused or in the future."""
+    """Compute each listed block's index among all sequences' blocks; −1 if the entry is unused or in the future."""
     tiles = tl.cdiv(T * S, BE)
     i_b = (tl.program_id(0) // tiles // H).to(tl.int64)
     i_h = tl.program_id(0) // tiles % H
@@ -169,8 +169,8 @@ def _assign_splits(
 ):  # fmt: skip
     """Write where a block's list ends, how many of its pairs need a mask, and which programs process its splits.
 
-    The programs for block i_r start at ⌊begin / P⌋ + i_r, where `begin` is the offset of its list. No two blocks then
-    share a program, and no table with the number of splits is needed.
+    The programs for block i_r start at ⌊begin / P⌋ + i_r, where `begin` is the offset of its list and P the number of
+    pairs of a split. No two blocks then share a program, and no table with the number of splits is needed.
     """
     i_r = tl.program_id(0)
     p_sum = sums + i_r.to(tl.int64) * runs
@@ -191,7 +191,7 @@ def _assign_splits(
 def make_lists(
     blocks: Tensor, cu_seqlens: Tensor | None, *, first: int, TQ: int, TK: int, U: int, block_size: int, split: int
 ) -> Lists:
-    """Return the lists for `blocks [B, T, H, S]`: T of TQ queries, from `first` on. A row has U blocks of keys."""
+    """Return the lists for `blocks [B, T, H, S]` of queries `first` … `first + T − 1`; a row has U blocks of keys."""
     B, T, H, S = blocks.shape
     pairs, RUN = T * S, pairs_per_run(U)
     runs = cdiv(pairs, RUN)

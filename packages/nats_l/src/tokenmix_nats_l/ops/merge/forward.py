@@ -45,7 +45,7 @@ def merge_forward_kernel(
 ):  # fmt: skip
     """Compute BR rows of y; with EACH, both outputs are normalised before their sum, else the sum is normalised.
 
-    WEIGHED as in `shares`.
+    WEIGHED: whether the outputs have weights (see `shares`).
     """
     gdc_launch_and_wait(PDL)
     o_r, o_v = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR), tl.arange(0, BV)

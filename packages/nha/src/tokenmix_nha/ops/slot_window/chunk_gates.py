@@ -47,7 +47,7 @@ def slot_gates_kernel(
     BM: tl.constexpr, BT: tl.constexpr, HEADS: tl.constexpr, DOT: tl.constexpr, ONLY_STRONG: tl.constexpr,
 ):  # fmt: skip
     """Store for a chunk and HEADS heads: each token's weight in the slots at the chunk's end `[BT, M]`, row and column
-    factors, the chunk's log2 decay `[M]`, and how often it must be halved for factors within 2^±80.
+    factors, the chunk's log2 decay `[M]`, and how often the chunk must be halved for factors within 2^±80.
 
     With ONLY_STRONG, `splits` is also an input, and only strong chunks, in which it is not 0, are computed.
     """

@@ -50,7 +50,7 @@ class SlotWindowState(NamedTuple):
     ) -> SlotWindowState:
         """Return the state before any token, with a ring buffer of `window` tokens.
 
-        With `own_slot_keys`, it has `k_slots`.
+        With `own_slot_keys`, the state also has `k_slots`.
         """
         wide = torch.promote_types(dtype, torch.float32)
 
@@ -77,10 +77,10 @@ class SlotWindowState(NamedTuple):
         return sum(x.numel() * x.element_size() for x in self if x is not None)
 
     def reserve(self, window: int) -> SlotWindowState:
-        """Return a copy in new tensors with a ring buffer of `window` ≥ W tokens, which decoding steps may overwrite.
+        """Return a copy in new tensors with a ring buffer of `window` tokens, which decoding steps may overwrite.
 
         Raises:
-            ValueError: `window` is smaller than W, so that tokens might be lost.
+            ValueError: `window` is smaller than the present ring buffer's W tokens, so that tokens might be lost.
         """
         if window < self.window:
             raise ValueError(f"reserve: window must be at least the ring's {self.window} tokens, got {window}")

@@ -180,7 +180,7 @@ def store_by_slot(p, b_x, o_t, m_t, heads, M: tl.constexpr, BM: tl.constexpr):
 
 @triton.jit
 def load_factors(p, exists, other, M: tl.constexpr, BT: tl.constexpr, BM: tl.constexpr):
-    """Load a chunk's factors `[BT, BM]`; columns from M on are `other`, and so is everything if not `exists`."""
+    """Load a chunk's factors `[BT, BM]`; columns from M on, and all unless `exists`, are filled with `other`."""
     o_t, o_m = tl.arange(0, BT)[:, None], tl.arange(0, BM)[None, :]
     mask = o_t < tl.where(exists, BT, 0)
     if BM > M:

@@ -41,7 +41,7 @@ def is_real(x: Tensor) -> bool:
 
 
 def is_plain(x: Tensor) -> bool:
-    """Tell whether `is_real(x)` and no other dispatch mode than a capture is active: modes would not see kernels."""
+    """Tell whether `is_real(x)` and no dispatch mode but a capture is active: other modes would not see kernels."""
     if not is_real(x):
         return False
     modes = compat.modes()

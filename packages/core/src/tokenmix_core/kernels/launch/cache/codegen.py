@@ -138,7 +138,7 @@ def matching(
 
 
 def alike(inputs: Sequence, matches: list[int]) -> Callable:
-    """Return a function that is true if its arguments have the signature of `inputs`; it does not compare addresses.
+    """Return a function that is true if its arguments have the same signature as `inputs`; addresses may differ.
 
     Matches are counted in `matches[0]`.
     """

@@ -66,7 +66,10 @@ def unnormalise(b_dx, b_x, r_i, row: gl.constexpr, D: gl.constexpr):
 
 @gluon.jit
 def column_factors(g_w, g_r, col: gl.constexpr, dtype: gl.constexpr, RANGE: gl.constexpr):
-    """Return the factors of E's and F's columns: β r if bfloat16; `nonzero(β r, r)` · RANGE if float16."""
+    """Return the factors of E's and F's columns: β r if bfloat16; `nonzero(β r, r)` · RANGE if float16.
+
+    E and F are matrices of `backward_chunk.py`; r are the keys' inverse norms.
+    """
     w_j = g_w.load(col)
     if dtype != gl.bfloat16:
         w_j = backward_chunk.nonzero(w_j, g_r.load(col)) * RANGE
@@ -75,7 +78,10 @@ def column_factors(g_w, g_r, col: gl.constexpr, dtype: gl.constexpr, RANGE: gl.c
 
 @gluon.jit
 def store_scaled(b_x, s_x, g_w, g_r, col: gl.constexpr):
-    """Store `b_x`, a matrix scaled by `column_factors`; return the matrix with scale β r times `range_factor`."""
+    """Store `b_x`, a matrix scaled by `column_factors`; return it scaled by β r · `range_factor` instead.
+
+    r are the keys' inverse norms.
+    """
     dtype: gl.constexpr = s_x.dtype
     s_x.store(b_x.to(dtype))
     if dtype != gl.bfloat16:
@@ -155,7 +161,7 @@ def epilogue(pointers, tiles, stages, barriers, scale, length, steps, warm, HV: 
         s_f.store(b_second)
         hopper.store_rows(p_dq + o_0 * D + D // 2, s_f, HV * D, rows, 4)
 
-        # F = −(dY Rᵀ) ⊙ Γ without its diagonal
+        # F = −(dY Rᵀ) ⊙ Γ without its diagonal; R: residuals, Γ: decays between the chunk's tokens
         mbarrier.wait(barriers.index(DY_FULL), phase)
         b_f = backward_chunk.multiply(s_dy, s_r.permute((1, 0)), BT)
         mbarrier.wait(barriers.index(DS_FULL), hopper.parity(i, 1))
@@ -180,7 +186,7 @@ def epilogue(pointers, tiles, stages, barriers, scale, length, steps, warm, HV: 
         b_dk = warpgroup_mma_wait(0, deps=[b_dk])
         dbeta_i = dot_rows(b_dk, s_k, row, D) * (r_i / d_i)
 
-        # dK̂ = β X − γ dY Sᵀ + F β K̂, with β and γ as diagonal matrices
+        # dK̂ = β X − γ dY Sᵀ + F β K̂, with β and γ as diagonal matrices (γ: decays since the chunk's start)
         if dtype != gl.bfloat16:
             b_dk = backward_chunk.scale_rows(b_dk, w_i / d_i * RANGE, D)
         b_dk = backward_chunk.accumulate(b_y, s_s.permute((1, 0)), b_dk)

@@ -116,7 +116,10 @@ def producer(pointers, tiles, stages, barriers, rows, steps, warm, H: gl.constex
 
 @gluon.jit
 def compute_scores(s_q, s_k, s_p, g_b, g_w, g_n, scale):
-    """Store the scores P' = tril(Q̂ Kᵀ ⊙ Γ) diag(β r) scale, and q's inverse norms, computed from Q Qᵀ's diagonal."""
+    """Store the scores P' = tril(Q̂ Kᵀ ⊙ Γ) diag(β r) scale, and q's inverse norms, computed from Q Qᵀ's diagonal.
+
+    Γ are the decays between the chunk's tokens, and r the keys' inverse norms.
+    """
     BT: gl.constexpr = s_p.shape[0]
     row: gl.constexpr = gl.SliceLayout(1, hopper.mma_layout(BT, 4))
     col: gl.constexpr = gl.SliceLayout(0, hopper.mma_layout(BT, 4))

@@ -132,10 +132,9 @@ def backward_chunk_kernel(
     """Compute all gradients of a chunk and value head, in tiles of 64 rows and K or V columns.
 
     Vectors named `…_i` have the layout of a tile's rows, vectors named `…_j` the layout of its columns. Transposed
-    operands are views of shared memory, because a transposed accumulator would need a change of layout. x̂ · dx̂ (x: q
-    or k) is computed from dQ and dK, so Q Kᵀ and K Kᵀ are not needed. E and F are rounded after all row and column
-    factors are applied, so that the terms that cancel in dg have equal rounding errors. At most two accumulators are in
-    registers at a time, to avoid spills.
+    operands are views of shared memory; no accumulator is transposed. x̂ · dx̂ (x: q or k) is computed from dQ and dK,
+    so Q Kᵀ and K Kᵀ are not needed. E and F are rounded after all row and column factors are applied, so that the terms
+    that cancel in dg have equal rounding errors. At most two accumulators are in registers at a time, to avoid spills.
     """
     dtype: gl.constexpr = q.dtype.element_ty
     RANGE: gl.constexpr = range_factor(dtype, K)
@@ -200,7 +199,8 @@ def backward_chunk_kernel(
     b_dq = unnormalise(b_dq, s_q, rq_i, dot_i, K)
     store_result(dq + o_dqk, b_dq.to(dtype), s_dq, HV * K, rows, K)
 
-    # F = −(dY Rᵀ) ⊙ Γ without its diagonal; dK̂ = −γ dY Sᵀ + F β K̂ + β X, with γ and β as diagonal matrices
+    # F = −(dY Rᵀ) ⊙ Γ without its diagonal; dK̂ = −γ dY Sᵀ + F β K̂ + β X, with γ and β as diagonal matrices (γ: decays
+    # since the chunk's start)
     b_f, b_dk = multiply(s_dy, s_r.permute((1, 0)), BT), multiply(s_dy, s_state.permute((1, 0)), K)
     b_f = warpgroup_mma_wait(1, deps=[b_f])
     b_f *= -hopper.causal_decay(b_i, load_gate(p_gates, rows, col), o_i, o_j + 1) * r_i[:, None]

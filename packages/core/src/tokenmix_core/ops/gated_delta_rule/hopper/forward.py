@@ -152,7 +152,7 @@ def scan_states(pointers, tiles, results, barriers, rows, chunks, known, wanted,
         b_r = warpgroup_mma(b_y, s_a, zero, use_acc=False, is_async=True)
         b_s *= decay
         b_r, b_y = warpgroup_mma_wait(0, deps=[b_r, b_y])
-        # S ← 2^b_last S + Kᵀ (2^(b_last − b) β ⊙ R); during the MMA R is stored for the epilogue
+        # S ← 2^b_last S + Kᵀ (2^(b_last − b) β ⊙ R); during the MMA the residuals R are stored for the epilogue
         b_u = gl.convert_layout((b_r * s_w.load(col)[None, :]).to(dtype), left)
         b_s = warpgroup_mma(b_u, s_k, b_s, is_async=True)
         mbarrier.wait(residuals.index(1), hopper.empty_parity(i, 1))
@@ -251,7 +251,7 @@ def save_states(pointers, results, barriers, span, HV: gl.constexpr, V: gl.const
 
 @gluon.jit
 def epilogue(pointers, tiles, results, barriers, s_o, scale, span, HV: gl.constexpr, V: gl.constexpr, options):
-    """Write outputs (with `options.output`), or else only S and R for the backward pass."""
+    """Write outputs (with `options.output`), or else only the states S and residuals R for the backward pass."""
     if options.output:
         write_outputs(pointers, tiles, results, barriers, s_o, scale, span, HV, V, options)
     else:
@@ -281,7 +281,7 @@ def forward_kernel(
     k_s = gl.allocate_shared_memory(dtype, [stages, BT, K], shared)
     v_s = gl.allocate_shared_memory(dtype, [stages, BT, BV], shared)
     a_s = gl.allocate_shared_memory(dtype, [stages, BT, BT], shared)
-    # rows per stage: b (cumulative decays), β r, −γ r and 2^(b_last − b) β r; r: inverse norms of the keys
+    # rows per stage: b (cumulative decays), β r, −γ r and 2^(b_last − b) β r; r: inverse norms of the keys, γ = 2^b
     gates_s = gl.allocate_shared_memory(gl.float32, [stages * 4, BT], vector)
     s_s = gl.allocate_shared_memory(dtype, [K, BV], shared)
     s_r = gl.allocate_shared_memory(dtype, [BT, BV], shared)
@@ -375,7 +375,7 @@ def forward(
     final_state: Tensor | None,
     saved: Saved | None,
 ) -> None:
-    """Write outputs to `o`, final states to `final_state`, R and chunk states to `saved`, each unless it is None.
+    """Write outputs to `o`, final states to `final_state`, residuals and chunk states to `saved`, unless None.
 
     A segment has `segment` tokens; 0 stands for whole sequences. `x.writes` has one factor per chunk.
     """

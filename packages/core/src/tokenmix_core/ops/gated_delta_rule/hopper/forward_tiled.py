@@ -35,7 +35,7 @@ def forward_kernel(
     K: gl.constexpr, V: gl.constexpr, BT: gl.constexpr, BV: gl.constexpr, L2NORM: gl.constexpr, PACKED: gl.constexpr,
     ORDERED: gl.constexpr,
 ):  # fmt: skip
-    """Compute outputs and final states or, without `o`, R and the chunks' entering states with their rounding errors.
+    """Compute outputs and final states or, without `o`, residuals and the chunks' entering states with rounding errors.
 
     S is transposed, `[BV, K]`; each warpgroup has half of its columns, and S passes through shared memory. ORDERED:
     programs take segments in the order of `order`. `writes` has one factor per chunk.
@@ -140,7 +140,7 @@ def forward_kernel(
         s_y.store((b_v + b_y * g.y.load(col)[None, :]).to(dtype))
         fence_async_shared()
         hopper.barrier()
-        # residuals R = Ã Y, and S ← 2^b_last S + Kᵀ (2^(b_last − b) β ⊙ R)
+        # residuals R = Ã Y with Y = V − γ K S, and S ← 2^b_last S + Kᵀ (2^(b_last − b) β ⊙ R)
         b_x = warpgroup_mma(s_y, s_a.permute((1, 0)), zero, use_acc=False, is_async=True)
         if SAVE:
             hopper.store_rows(p_s + chunk, s_s, V, gl.where(stored, K, 0), WARPS)
@@ -189,7 +189,7 @@ def forward_tiled(
     final_state: Tensor | None,
     saved: Saved | None,
 ) -> None:
-    """Write outputs and final states; or, if `saved` is given, R, the chunk states and their rounding errors."""
+    """Write outputs and final states; or, if `saved` is given, residuals, chunk states and their rounding errors."""
     B, T, H, K = x.q.shape
     HV, V = x.v.shape[2:]
     # for whole sequences, use segments at least as long as any sequence

@@ -34,8 +34,8 @@ def write_factor(writes, slot, i_hv, HV):
 
 
 # vectors of a chunk, kept in shared memory because each reader needs another register layout. b: cumulative decays; p:
-# β r, later the factor of dO; w: the factor of R in the next state, 2^(b_last − b) β r; y: −γ r; q: the scale times q's
-# inverse norms
+# β r (r: inverse key norms), later the factor of dO; w: the factor of residuals in the next state, 2^(b_last − b) β r;
+# y: −γ r, with γ = 2^b; q: the scale times q's inverse norms
 GateVectors = namedtuple("GateVectors", "b p w y q")
 
 

@@ -129,7 +129,7 @@ def load_gates(g, beta, token, i_hv, HV: gl.constexpr, rows, BT: gl.constexpr):
 
 @gluon.jit
 def store_gates(p_gates, b_b, b_w, r_k, b_beta, rows):
-    """Store the gates b, β r, r and β, the four gates of a token side by side."""
+    """Store cumulative decays b, β r, inverse key norms r, and β, the four gates of a token side by side."""
     b_gates = gl.join(gl.join(b_b, r_k), gl.join(b_w, b_beta))
     layout: gl.constexpr = gl.BlockedLayout([2, 4], [32, 1], [1, 1], [1, 0])
     b_gates = gl.convert_layout(gl.reshape(b_gates, [64, 4]), layout)
@@ -160,7 +160,7 @@ def prepare_kernel(
     k, g, beta, cu_seqlens, inverse, gates, T, N, tokens, units,
     H: gl.constexpr, HV: gl.constexpr, K: gl.constexpr, BT: gl.constexpr, L2NORM: gl.constexpr, PACKED: gl.constexpr,
 ):  # fmt: skip
-    """Compute Ã and the gates b, β r, r and β; a work item is a chunk and key head; a program takes several items."""
+    """Compute Ã, cumulative decays b, inverse key norms r, β r and β; a program takes several chunks and key heads."""
     dtype: gl.constexpr = k.dtype.element_ty
     line: gl.constexpr = gl.BlockedLayout([2], [32], [1], [0])
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])

@@ -92,7 +92,7 @@ def decay_of(p_gates, p_w, stride, chunk, end, length):
 
 @gluon.jit
 def reverse_scan_end(p_gates, p_w, stride, end, chunks, length, BOUNDED: gl.constexpr):
-    """Return the end of the chunks that contribute to the gradient of the state entering chunk `end`, within rounding.
+    """Return the end of the chunks with a noticeable effect on the gradient of the state that enters chunk `end`.
 
     BOUNDED: with keys of norm 1 and β ≤ 2 no update lengthens a column of the state, so decays bound contributions.
     Without BOUNDED every chunk contributes, and the result is `chunks`, their number.

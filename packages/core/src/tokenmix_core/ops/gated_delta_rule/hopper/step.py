@@ -64,7 +64,7 @@ def hopper_step_kernel(
         b_s = s_s.slice(i * BK, BK, dim=0).load(layout).to(gl.float32)
         b_sq += b_s * parts_q[i].to(gl.float32)[:, None]
         b_sk += b_s * parts_k[i].to(gl.float32)[:, None]
-    # reduce Sᵀ k and Sᵀ q of the old state S together; the update k uᵀ then adds (k · q) u to the output
+    # reduce Sᵀ k and Sᵀ q of the old state S together; the update k uᵀ (u: `b_u`) then adds (k · q) u to the output
     b_sq, b_sk = gl.reduce((b_sq, b_sk), 0, add_both)
     b_u = (b_v - decay * r_k * b_sk) * (beta_t * r_k)
     b_o = r_q * (decay * b_sq + kq * b_u)

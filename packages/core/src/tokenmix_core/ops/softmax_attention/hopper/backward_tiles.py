@@ -158,7 +158,7 @@ def mma_scores(given: Queries, k_s, v_s):
 
 @gluon.jit
 def mma_dq(b_p, b_dp, given: Queries, k_s, b_dq):
-    """Wait for dP and return dQ + dS K with dS = P ∘ (dP − delta)."""
+    """Wait for dP and return dQ + dS K with dS = P ∘ (dP − delta) for probabilities P."""
     b_dp = warpgroup_mma_wait(0, [b_dp])
     b_ds = (b_p * (b_dp - given.b_delta[:, None])).to(k_s.dtype)
     sums: gl.constexpr = hopper.mma_layout(k_s.shape[1], gl.num_warps())

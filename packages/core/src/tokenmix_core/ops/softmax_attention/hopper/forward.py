@@ -55,7 +55,7 @@ def _forward(
         first = i_t * BT + keys - queries
         last = gl.minimum(first + BT, keys) - 1
         sink_tiles, n_min, full_min, full_max, n_max = key_tiles(first, last, keys, window, sinks, BT, CAUSAL, WINDOW)
-        # tiles between the sinks and the window
+        # number of KV tiles between those of the sinks and those of the window
         gap = n_min - sink_tiles
         count = sink_tiles + n_max - n_min
         q_s = gl.allocate_shared_memory(dtype, [BT, D], shared)

@@ -178,7 +178,7 @@ def backward_keys(
     q, k, v, do, bias, keys: KeyLists, scale, dk, dv, dm, partial_k, partial_v, partial_m, ranks, lists,
     schedule: TileSchedule,
 ) -> None:  # fmt: skip
-    """Write dk, dv and, unless `dm` is None, each key's term of d(keep); of split tiles, write partial sums instead."""
+    """Write dk, dv and, unless `dm` is None, each key's term of d(keep); for split tiles, write their partial sums."""
     small = q.shape[3] == v.shape[3] == 64 and dm is None
     programs = len(schedule.work_tiles)
     _kept_attention_backward_keys[(programs,)](

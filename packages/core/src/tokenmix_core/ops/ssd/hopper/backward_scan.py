@@ -201,7 +201,7 @@ def backward_scan_kernel(
             hopper.async_copy_rows(s_s, p_s + (token // BT - 1).to(gl.int64) * HV * K * V, V, K, W, True)
             async_copy.commit_group()
 
-        # dQ += dP K; dV += Pᵀ dO; dK += dPᵀ Q; D ← e^b_C D + Qᵀ (scale e^b dO)
+        # dQ += dP K; dV += Pᵀ dO; dK += dPᵀ Q; the state's gradient D ← e^b_C D + Qᵀ (scale e^b dO)
         b_dq = warpgroup_mma(s_dp, s_k, b_dq, is_async=True)
         b_dv = warpgroup_mma(s_p.permute((1, 0)), s_do, b_dv, is_async=True)
         b_dk = warpgroup_mma(s_dp.permute((1, 0)), s_q, b_dk, is_async=True)

@@ -8,7 +8,7 @@ from triton.experimental.gluon import language as gl
 from tokenmix_core.kernels.gluon.hopper import causal_decay, mma_layout_split_n
 from tokenmix_core.ops.ssd.hopper.smem_vectors import store_row_sums
 
-# vectors in shared memory: row sums, column sums and diagonal of M = P ⊙ dO Vᵀ, and the diagonal of dO Vᵀ
+# vectors in shared memory: row sums, column sums and diagonal of M = P ⊙ dO Vᵀ (P: scores), and the diagonal of dO Vᵀ
 PathSums = namedtuple("PathSums", "row column own skip")
 
 
