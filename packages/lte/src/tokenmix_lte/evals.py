@@ -43,7 +43,7 @@ def lte_layers(model: Any) -> dict[int, Lte]:
 def retained_shares(
     model: Any, sequences: Int[Tensor, "N T"], *, batch_size: int = 8, progress: bool = True
 ) -> Float[np.ndarray, "2 layers heads"]:
-    """Return which fraction of the tokens before the window heads retain at a sequence's end, with and without the cap.
+    """Return the fraction of the tokens before the window that heads retain at the end, with and without the cap.
 
     The cap limits the tokens that a head retains; without it, these are the sinks and all tokens with positive logits.
     """

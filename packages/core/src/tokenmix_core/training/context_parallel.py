@@ -14,10 +14,10 @@ from tokenmix_core.parallel.shard import Layout
 
 
 def check_context_parallel(size: int, world_size: int, seq_len: int) -> None:
-    """Check that `size` divides the number of ranks, and 2 · `size` the row; all ranks raise the same error.
+    """Check that `size` divides the number of ranks and 2 · `size` divides the row; all ranks raise the same error.
 
     Raises:
-        ValueError: `world_size` is no multiple of `size`, or `seq_len` none of `2 * size`.
+        ValueError: `world_size` is no multiple of `size`, or `seq_len` is no multiple of `2 * size`.
     """
     if world_size % size:
         raise ValueError(

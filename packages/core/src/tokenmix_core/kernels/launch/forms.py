@@ -113,7 +113,7 @@ class Forms:
 
 
 def kind(x: Any) -> Any:
-    """Return the properties Triton specialises for: dtype and alignment, or an integer's divisibility and width."""
+    """Return what kernels are specialised for: a tensor's dtype and alignment, an integer's divisibility and width."""
     cls = x.__class__
     if cls is int:
         found = 1 if x == 1 else 2 if x & 15 else 16

@@ -13,7 +13,7 @@ from tokenmix_nha.ops.slot_window.hopper.gates import as_left, async_copy_tokens
 WindowTiles = namedtuple("WindowTiles", "k v q do")
 # pointers to a query head's rows of a sequence
 WindowPointers = namedtuple("WindowPointers", "q do lse delta")
-# the queries that see a chunk's tokens in their window: those from `shift_0` to `shift_1` after query o_w
+# the queries that see a chunk's tokens in their window: from `o_w` + `shift_0` to `o_w` + `shift_1`
 QueryWindow = namedtuple("QueryWindow", "o_w shift_0 shift_1 window length first oldest HQ scale")
 
 
