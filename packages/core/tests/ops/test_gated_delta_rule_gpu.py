@@ -7,6 +7,7 @@ from functools import partial
 
 import pytest
 import torch
+import triton
 
 from support.streams import assert_replays, stalls_forbidden
 from tokenmix_core.kernels.launch.cache.replay import invalidate
@@ -96,6 +97,10 @@ def tiles(dtype):
 def test_every_tile_and_head_size(K, V, dtype, index, override):
     use_tile(override, index)
     x = inputs(1, 300, 1, 2, K, V, N=SEQUENCES, dtype=dtype)
+    if triton.__version__.startswith("3.8.") and K == 256 and dtype == torch.float32:
+        with pytest.raises(ValueError, match="bytes of shared memory with its smallest tiles"):
+            check(x, cu_seqlens=boundaries())
+        return
     check(x, cu_seqlens=boundaries())
     check(x | inputs(1, 300, 1, 2, K, V, dtype=dtype, kind="extreme", seed=1), cu_seqlens=boundaries())
     override(tuning, segment_tokens=lambda *_: 64)

@@ -270,6 +270,8 @@ class OpContract(DerivativeTests, LayoutTests, PaddingTests, RefusalTests, SlotT
 
     def test_only_the_first_axis_of_a_grid_grows_with_tokens(self, grid_case, device, override):
         """Test that only the first axis grows, because on the other axes CUDA allows at most 65,535 programs."""
+        if device != "cpu":
+            pytest.skip("launches do nothing in this test, and on a GPU torch would read their results as indices")
         case = self.kernels[grid_case]
         if case.patch is not None:
             case.patch(override)

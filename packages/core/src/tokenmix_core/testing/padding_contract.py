@@ -39,9 +39,8 @@ class PaddingTests:
         def upstream_with(value: float) -> Any:
             if upstream is None:
                 return None
-            kept = ends.to(device).to(torch.float64)
             return {
-                n: x * kept.view(-1, *[1] * (x.dim() - 1)).to(x.dtype) if n in here._ends() else pad(x, value)
+                n: x * ends.to(x).view(-1, *[1] * (x.dim() - 1)) if n in here._ends() else pad(x, value)
                 for n, x in upstream.items()
             }
 

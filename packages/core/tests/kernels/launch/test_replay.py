@@ -392,6 +392,14 @@ def test_a_call_that_is_replayed_often_is_captured_once_more_by_kernels_of_its_o
     assert len(replayed.recent) == 1
 
 
+def test_a_signature_does_not_match_fewer_or_more_inputs():
+    x, y = torch.zeros(3), torch.ones(3)
+    alike = codegen.alike((x, 1, y), [0])
+    assert alike(y, 1, x)
+    for others in ((x, 1), (x, 1, None), (x, 1, y, y), (x, 1, y, None), ()):
+        assert not alike(*others)
+
+
 @pytest.mark.parametrize("limit", [1 << 20, 0], ids=["one buffer", "buffers"])
 def test_buffers_between_launches_do_not_meet(add, monkeypatch, limit):
     monkeypatch.setattr(codegen, "_MAX_SHARED_BYTES", limit)

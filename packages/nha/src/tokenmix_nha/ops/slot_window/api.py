@@ -161,11 +161,11 @@ def slot_window_attention_step(
     """
     op = "slot_window_attention_step"
     token = dict(q=q, k=k, v=v, f=f, q_slots=q_slots, k_slots=k_slots)
-    backend = resolve_impl(op, impl, q)
     dims = bind_shapes(
         op, {}, q=(q, "B HQ K"), k=(k, "B H K"), v=(v, "B H V"), f=(f, "B H M"), q_slots=(q_slots, "B HQ K?"),
         k_slots=(k_slots, "B H K?"),
     )  # fmt: skip
+    backend = resolve_impl(op, impl, q)
     dims["N"] = dims["B"]
     _check_rest(op, backend, dims, **token)
     if (q_slots is None) != (k_slots is None):
@@ -192,13 +192,13 @@ def slot_window_attention_step(
 @Checked
 def _check(op, q, k, v, f, q_slots, k_slots, cu_seqlens, window, scale, impl, *state) -> tuple[dict, str | None, float]:
     """Validate a call on whole sequences; return its sizes, the implementation to use, and the scale."""
-    backend = resolve_impl(op, impl, q, GLUON)
     if isinstance(window, bool) or not isinstance(window, int) or window < 0:
         raise ValueError(f"{op}: window must be an integer of at least 0, got {window!r}")
     dims = bind_shapes(
         op, {}, q=(q, "B T HQ K"), k=(k, "B T H K"), v=(v, "B T H V"), f=(f, "B T H M"), q_slots=(q_slots, "B T HQ K?"),
         k_slots=(k_slots, "B T H K?"),
     )  # fmt: skip
+    backend = resolve_impl(op, impl, q, GLUON)
     if dims["T"] < 1:
         raise ValueError(f"{op}: q must hold at least one token, got T = {dims['T']}")
     if (q_slots is None) != (k_slots is None):

@@ -148,8 +148,11 @@ def alike(inputs: Sequence, matches: list[int]) -> Callable:
 
 
 def _guarded(name: str, inputs: Sequence, lines: list[str], names: dict[str, Any]) -> Callable:
-    """Return a function that runs `lines` if its arguments have the signature of `inputs`, else returns None."""
-    different = []
+    """Return a function that runs `lines` if its arguments have the signature of `inputs`, else returns None.
+
+    It takes any number of arguments, because an operation may have saved more tensors in one call than in another.
+    """
+    different = ["more"]
     for i, x in enumerate(inputs):
         if x is None:
             different.append(f"x{i} is not None")
@@ -160,7 +163,7 @@ def _guarded(name: str, inputs: Sequence, lines: list[str], names: dict[str, Any
     tensors = ", ".join(f"x{i}" for i, x in enumerate(inputs) if isinstance(x, Tensor))
     different.append(f"not (same({tensors}) or also({tensors}))")
     lines = [f"if {' or '.join(different)}:", "    return None", *lines]
-    function = _function(f"{name}({', '.join(f'x{i}' for i in range(len(inputs)))})", lines, names)
+    function = _function(f"{name}({''.join(f'x{i}=None, ' for i in range(len(inputs)))}*more)", lines, names)
     renew(function, inputs)
     return function
 
