@@ -37,7 +37,7 @@ CORPUS, FOLDER = "corpus", "TOKENMIX_ARENA_CORPUS"
 DEFAULT_FOLDER = Path("runs/corpus")
 MANIFEST, TOKENS_FOLDER, TOKENIZER = "manifest.json", "tokens", "tokenizer"
 VOCABULARY = 16_384
-# patterns of the names of subsystems that are held out as a whole
+# regular expressions of document names: whole parts of packages, such as the kernel's fs/btrfs, are held out
 HELD_OUT = (
     r"linux-source.*/linux-source-[\d.]+/(fs/btrfs|fs/xfs|kernel|mm|block|security|net/sctp|net/bluetooth)/",
     r"linux-source.*/linux-source-[\d.]+/Documentation/(filesystems|networking|scheduler|mm)/",

@@ -80,7 +80,7 @@ def _advance(rule: Retention, tokens: Tokens, held: Held | None, past: int) -> t
         )
         last = torch.arange(past - reach, past, device=device) % max(1, rule.reach)
         raws = torch.cat((held.raw[:, last], raws), 1)
-        # the scorer does not get the tokens before the first ones here: take these first tokens' scores from the state
+        # `raws` lacks the tokens before its first ones, so the scores of its first `known` tokens are taken from `held`
         known = 0 if reach == past else rule.context[0]
     scores = rule.logits(raws, values[:, ring - reach :]).detach()
     if held is not None and past:

@@ -76,10 +76,10 @@ def chunk_means(
 
 
 def learned_types(scores: Float[Tensor, "B slots two_H"], threshold: ShareThreshold | None = None) -> ChunkTypes:
-    """Give each chunk the type with the higher score, linear if equal; gradients pass to the softmax of the scores.
+    """Give each chunk the type with the higher score, linear if equal; gradients pass to the types' probabilities.
 
-    A threshold is subtracted from the softmax scores. The operation that is not chosen gets no gradient, because its
-    output is multiplied by a type of 0.
+    A threshold is subtracted from the scores of the type softmax first. The operation that is not chosen gets no
+    gradient, because its entry in the types is 0 and multiplies its output.
     """
     both = at_least_float32(scores).unflatten(-1, (2, -1))
     if threshold is not None:
@@ -139,7 +139,10 @@ def real_chunks(
 def type_statistics(
     layer: Any, types: ChunkTypes, x: Float[Tensor, "B T D"], cu_seqlens: Tensor | None
 ) -> dict[str, Tensor]:
-    """Return a layer's shares of softmax chunks, the number of chunks, and the budget's loss (summed over tokens)."""
+    """Return each head's fraction of softmax chunks, the number of chunks, and the loss for `layer.budget`, if any.
+
+    The loss is multiplied by the number of tokens.
+    """
     real = real_chunks(x.shape[0], x.shape[1], layer.chunk, cu_seqlens, x.device).to(types.softmax.dtype)
     weight = real.unsqueeze(-1) / real.sum().clamp(min=1)
     found = {"softmax_share": (types.softmax.detach() * weight).sum((0, 1)), "chunks": real.sum()}

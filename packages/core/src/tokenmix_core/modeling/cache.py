@@ -139,7 +139,7 @@ class HybridCache(Cache):
         `loosen`.
 
         Args:
-            capacity: number of tokens that the longest sequence may reach, above its present length.
+            capacity: total number of tokens that the longest sequence may reach; must exceed its present length.
             storage: tensors that `fix` returned for another cache of the same model and batch size, which no longer
                 uses them; None to use the cache's own memory.
             spare: number of further tokens of each sequence for which to allocate data-dependent memory, such as pages

@@ -212,7 +212,11 @@ def _refuse_state(name: str, state: Any) -> None:
 
 
 def _tokens_before(shard: SequenceShard, xs: Sequence[Tensor], count: int) -> list[Tensor | None]:
-    """Return `[N, D, count]`: the `count` inputs before each local row or part of a document, 0 before its document."""
+    """For each x, return the `count` inputs before each local row: `[N, D, count]`; None if no document crosses spans.
+
+    The local rows are each row's spans on this rank or, if rows are packed, `shard.parts`. Inputs of other documents
+    are replaced by 0.
+    """
     shard.check_local("short_conv", xs[0])
     if not shard.crosses:
         return [None for _ in xs]

@@ -205,7 +205,7 @@ class ModulesContract:
 
 
 def _hooked(module: nn.Module, call: Callable[[], Tensor], seed: int) -> Tensor:
-    """Return the result of `call` while a hook adds noise, in proportion to `seed`, to the module's output."""
+    """Return the result of `call` while a hook adds noise to the module's output; a larger `seed` adds more noise."""
     calls: list[int] = []
 
     def hook(module: nn.Module, args: Any, output: Any) -> Any:

@@ -50,8 +50,8 @@ def _labels(labels: list[str], layers: int) -> list[str]:
         return (labels * (layers // len(labels) + 1))[:layers]
     parts = [labels[i : i + layers] for i in range(len(labels) - layers + 1)]
     if layers < len(set(labels)):
-        # of several best sections take the last: hybrids have the mixer that the recipe is about at the end of their
-        # pattern
+        # if several sections have the most mixers, take the last one: the pattern of a hybrid recipe ends with the
+        # mixer that the recipe is about
         parts.reverse()
     return max(parts, key=lambda part: len(set(part)))
 

@@ -101,7 +101,7 @@ def memory_plan(model: nn.Module, tokens: int, ranks: int, *, bf16: bool, checkp
 
 
 def layer_modules(model: nn.Module) -> list[nn.Module]:
-    """Return the layers of a model, which accelerate makes FSDP2 units, in the order of the forward pass."""
+    """Return a model's layers in the order of the forward pass; the accelerate library makes FSDP2 units of them."""
     names = set(getattr(model, "_no_split_modules", None) or ())
     return [module for module in model.modules() if type(module).__name__ in names]
 

@@ -28,7 +28,8 @@ class ScanConfig(NamedTuple):
     num_stages: int
 
 
-# minimum slots of a tile in memory, for 16-bit kernels, if slots and window use the same keys and GROUP is 1
+# minimum number of slots in a memory tile of 16-bit kernels, masked padding included (see `slot_tile`), if slots and
+# window use the same keys and GROUP is 1
 _MIN_TILE = 32
 # minimum slots of a tile in memory if the slots have separate keys, or a key head has several query heads
 _MIN_TILE_GENERAL = 64
