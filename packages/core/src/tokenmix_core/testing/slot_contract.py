@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -35,6 +36,21 @@ def assert_only_slots_written(memory: torch.Tensor, size: int) -> None:
     assert memory[:, size:].isnan().all()
 
 
+def step_in_slots(
+    step: Callable, rows: dict[str, Any], state: torch.Tensor, dtype: torch.dtype, impl: str | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Run a step on the slots `SLOTS` of a `poisoned_pool`; return the outputs and states of its two sequences.
+
+    Asserts that outputs of padding are zero, and that the step writes to no other memory.
+    """
+    pool, memory = poisoned_pool(state, dtype)
+    slots = torch.tensor(SLOTS, dtype=torch.int32, device=state.device)
+    y = step(**rows, state=pool, slots=slots, impl=impl)
+    assert not y[[0, 2]].any()
+    assert_only_slots_written(memory, state[0].numel())
+    return y[[1, 3]], pool[[3, 1]]
+
+
 class SlotTests:
     """Part of `OpContract`, which documents the attributes."""
 
@@ -48,14 +64,7 @@ class SlotTests:
         exact["state"] = state.double()
         o = step(**exact, impl="reference")
         rows = {name: padded_rows(x) if name in here.tokens else x for name, x in token.items()}
-        slots = torch.tensor(SLOTS, dtype=torch.int32, device=device)
-        found = []
-        for form in (impl, "reference"):
-            pool, memory = poisoned_pool(state, dtype)
-            y = step(**rows, state=pool, slots=slots, impl=form)
-            assert not y[[0, 2]].any()
-            assert_only_slots_written(memory, state[0].numel())
-            found.append((y[[1, 3]], pool[[3, 1]]))
+        found = [step_in_slots(step, rows, state, dtype, form) for form in (impl, "reference")]
         for name, true, got, eager in zip(("o", "state"), (o, exact["state"]), *found, strict=True):
             assert_within(name, got, true, eager, floor=torch.finfo(dtype).eps * (8 if dtype == torch.float32 else 0.5))
 
