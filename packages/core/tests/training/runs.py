@@ -336,6 +336,26 @@ def check_sharded(recipe: Recipe) -> Any:
     return Check()
 
 
+def check_autocast(recipe: Recipe) -> Any:
+    """A callback that fails unless layers compute in the recipe's precision, from the first step on."""
+    from transformers import TrainerCallback
+
+    class Check(TrainerCallback):
+        def __init__(self) -> None:
+            self.seen: set[Any] = set()
+
+        def on_train_begin(self, args: Any, state: Any, control: Any, *, model: torch.nn.Module, **_: Any) -> None:
+            def see(module: torch.nn.Module, inputs: Any, output: Any) -> None:
+                self.seen.add(torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else torch.float32)
+
+            layer_modules(model)[0].register_forward_hook(see)
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            assert self.seen == {torch.bfloat16 if recipe.run.precision == "bf16" else torch.float32}
+
+    return Check()
+
+
 def train_with_small_files(made: Recipe, output_dir: Path) -> None:
     """Train with a limit of the size of files, and leave the message of the error."""
     import resource

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from runs import HYBRID, Hostile, check_sharded, curve, recipe, run, stop_each_step
+from runs import HYBRID, Hostile, check_autocast, check_sharded, curve, recipe, run, stop_each_step
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 from transformers import AutoModelForCausalLM
 
@@ -71,6 +71,15 @@ def test_each_step_of_a_run_by_other_processes_sharded_or_not(single, corpus, tm
     AutoModelForCausalLM.from_pretrained(out)
     with pytest.raises(ValueError, match="checkpoint-6 is a sharded checkpoint"):
         load_model(out / "checkpoint-6")
+
+
+@pytest.mark.parametrize("fsdp", [False, True], ids=["DDP", "FSDP2"])
+def test_precision_is_that_of_one_process(fsdp, corpus, tmp_path):
+    single, several = tmp_path / "single", tmp_path / "several"
+    train(made(corpus, precision="bf16", callbacks=(check_autocast,)), single, progress=False)
+    run(2, made(corpus, precision="bf16", fsdp=fsdp, callbacks=(check_autocast,)), several)
+    for step, values in curve(single).items():
+        assert curve(several)[step] == pytest.approx(values, rel=2e-3), f"step {step}"
 
 
 @pytest.fixture

@@ -101,9 +101,12 @@ def memory_plan(model: nn.Module, tokens: int, ranks: int, *, bf16: bool, checkp
 
 
 def layer_modules(model: nn.Module) -> list[nn.Module]:
-    """Return a model's layers in the order of the forward pass; the accelerate library makes FSDP2 units of them."""
+    """Return a model's layers in the order of the forward pass; the accelerate library makes FSDP2 units of them.
+
+    The class of a sharded layer is a subclass, which FSDP2 creates.
+    """
     names = set(getattr(model, "_no_split_modules", None) or ())
-    return [module for module in model.modules() if type(module).__name__ in names]
+    return [module for module in model.modules() if names.intersection(kind.__name__ for kind in type(module).__mro__)]
 
 
 def _memory() -> float:

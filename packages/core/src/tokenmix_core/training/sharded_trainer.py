@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -44,6 +44,15 @@ class ShardedTrainer(Trainer):
                     return prepare(*args, **options)
 
             self.accelerator.prepare = prepare_grouped
+
+    def autocast_smart_context_manager(self, cache_enabled: bool | None = True) -> AbstractContextManager:
+        """Return the autocast of forward passes under FSDP2; without it, accelerate applies autocast itself.
+
+        accelerate expects FSDP2's policy to cast parameters, which ours does not, and leaves out autocast.
+        """
+        if not (self.is_fsdp_enabled and self.args.bf16):
+            return super().autocast_smart_context_manager(cache_enabled)
+        return torch.autocast(self.args.device.type, torch.bfloat16, cache_enabled=cache_enabled)
 
     def plan_units(self, run: RunRecipe, tokens: int) -> None:
         """Decide how FSDP2 gathers parameters, with `tokens` in a micro-batch of a rank, and print the choice."""
