@@ -175,9 +175,9 @@ def _prefill_rows(shape: tuple, device: str) -> list[dict]:
             # sequences are packed, and decays are factors
             packed = [x.flatten(0, 1) for x in (q, k, v, g.exp(), beta)]
             boundaries = torch.arange(0, B * T + 1, T, device=device)
-            forwards["FlashInfer, without the norm"] = lambda: infer(*packed, **final, cu_seqlens=boundaries)[
-                0
-            ].view_as(v)
+            prefill = functools.partial(infer, *packed, **final, cu_seqlens=boundaries)
+            forwards["FlashInfer"] = lambda: prefill(use_qk_l2norm_in_kernel=True)[0].view_as(v)
+            forwards["FlashInfer, without the norm"] = lambda: prefill()[0].view_as(v)
     name = f"B{B} T{T} H{H if H == HV else f'{H}/{HV}'} K{D} V{D}"
     return measure_forward("gated_delta_rule, prefill", name, device, forwards)
 
