@@ -140,6 +140,7 @@ def scored(tensors, options, dtype, wide, impl):
 KERNEL_CASES = {
     "two tiles": {"T": 30},
     "dropout": {"B": 2, "T": 9, "dropout": 0.3},
+    "dropout, odd keys": {"B": 2, "T": 9, "size": 9, "dropout": 0.3},
     "packed": {"T": 34, "cu_seqlens": torch.tensor([0, 1, 1, 9, 34])},
     "padded": {"B": 2, "T": 26, "begin": torch.tensor([0, 9])},
     "past": {"T": 20, "offsets": (-4, -2, 0)},
@@ -286,17 +287,58 @@ def test_a_logit_is_bit_identical_in_any_part_of_a_sequence(impl, device):
         assert torch.equal(part[:, known], whole[:, start:stop][:, known])
 
 
-def test_dropout_masks_have_the_given_probability_and_are_independent():
-    x = torch.zeros(4, 2, 300, 16)
-    masks = [dropout_mask(torch.tensor([seed]), round(0.3 * LEVELS), layer, x) for seed in (1, 2) for layer in (0, 1)]
-    for mask in masks:
-        assert abs(mask.float().mean() - 0.7) < 0.01
-        for dim in (0, 2, 3):
-            tolerance = mask.float().flatten().var(correction=0) * 0.1
-            pairs = mask.unfold(dim, 2, 1).float() - 0.7
-            assert pairs.prod(-1).mean().abs() < tolerance
-    for i, mask in enumerate(masks):
-        assert all(abs((mask & other).float().mean() - 0.49) < 0.01 for other in masks[:i])
+def assert_mean_is_zero(x: Tensor, variance: float) -> None:
+    """Assert that the mean of independent samples deviates from 0 by less than five standard errors."""
+    assert x.mean().abs() < 5 * (variance / x.numel()) ** 0.5
+
+
+@pytest.mark.parametrize("probability", [0.1, 0.5])
+def test_dropout_masks_have_the_given_probability_and_are_independent(probability):
+    x, threshold = torch.zeros(4, 1, 2048, 16), round(probability * LEVELS)
+    variance = probability * (1 - probability)
+    masks = [dropout_mask(torch.tensor([seed]), threshold, layer, x) for seed in (1, 2) for layer in (0, 1, 2)]
+    excess = [mask.double() - (1 - threshold / LEVELS) for mask in masks]
+    for i, x in enumerate(excess):
+        assert_mean_is_zero(x, variance)
+        for channel in x.unbind(-1):
+            assert_mean_is_zero(channel, variance)
+        for dim, distance in ((0, 1), *((dim, distance) for dim in (2, 3) for distance in (1, 2, 3, 8))):
+            first, second = x.narrow(dim, 0, x.shape[dim] - distance), x.narrow(dim, distance, x.shape[dim] - distance)
+            assert_mean_is_zero(first * second, variance**2)
+        # both channels of a pair, which have one hash
+        assert_mean_is_zero(x[..., ::2] * x[..., 1::2], variance**2)
+        for other in excess[:i]:
+            assert_mean_is_zero(x * other, variance**2)
+
+
+@pytest.mark.parametrize("impl", ["reference", "triton", pytest.param("gluon", marks=pytest.mark.gpu)])
+def test_both_passes_drop_the_same_elements(impl, device):
+    unless_on_hopper(impl, device)
+    size = 64 if impl == "gluon" else 16
+    tensors, _ = kernel_case(T=9, size=size, device=device)
+    k, v = (tensors[name].half() for name in "kv")
+    torch.manual_seed(0)
+    seed = torch.randint(1 << 31, (1,), device=device)
+    mask = dropout_mask(seed, LEVELS // 2, 0, torch.cat((k, v), -1).permute(2, 0, 1, 3), size).permute(1, 2, 0, 3)
+    found = []
+    for factor in (1, torch.where(mask, 1, 3).half()):
+        x = (torch.cat((k, v), -1) * factor).requires_grad_()
+        torch.manual_seed(0)
+        call = {name: y for name, y in tensors.items() if name not in "kv"}
+        logits = by_tensors(*x.split(size, -1), **call, dropout=0.5, impl=impl)
+        found.append((logits, *torch.autograd.grad(logits.sum(), x)))
+    for x, other in zip(*found, strict=True):
+        assert torch.equal(x, other)
+    _, dx = found[0]
+    assert torch.equal(dx != 0, mask)
+
+
+@pytest.mark.parametrize("impl", ["reference", "triton"])
+def test_a_probability_that_rounds_to_0_drops_nothing_and_one_near_1_not_all(impl, device):
+    tensors, _ = kernel_case(T=5, device=device)
+    logits = [by_tensors(**tensors, impl=impl, dropout=dropout) for dropout in (0.0, 0.4 / LEVELS, 1 - 0.1 / LEVELS)]
+    assert torch.equal(logits[0], logits[1])
+    assert logits[2].isfinite().all()
 
 
 def test_unsupported_calls_are_refused_by_kernels_and_run_by_the_reference(device):

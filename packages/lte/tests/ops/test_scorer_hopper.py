@@ -26,6 +26,7 @@ CASES = {
     "more than one block": dict(T=1100),
     "heads and rows": dict(B=3, T=19, H=2),
     "dropout": dict(B=2, T=40, H=2, dropout=0.3),
+    "dropout, wide": dict(T=70, channels=(64, 64, 32, 16), dropout=0.5),
     "packed": dict(T=70, cu_seqlens=torch.tensor([0, 1, 1, 30, 70])),
     "packed, many of a token": dict(T=70, cu_seqlens=torch.arange(71)),
     "padded": dict(B=2, T=26, begin=torch.tensor([0, 9])),

@@ -235,26 +235,28 @@ def _sums(values: Sequence[Tensor], axis: int, combine: Callable) -> tuple[Tenso
     return tuple(x.sum(axis) for x in values)
 
 
+_ASSEMBLY: dict[str, Callable] = {
+    "lg2": torch.log2,
+    "rcp": torch.reciprocal,
+    "mul": lambda x, y: x.long() * y.long(),
+    "prmt": lambda x: (x << 16 * (1 - torch.arange(x.shape[-1], dtype=x.dtype) % 2) >> 31).to(torch.int16),
+    "lop3": lambda mask, x, other: torch.where(mask != 0, x, other),
+}
+
+
 def _assembly(asm: str, constraints: str, args: Sequence[Tensor], **options) -> Tensor | None:
-    """Emulate inline assembly: logarithm and reciprocal; other code, which only hides x from LICM, returns x."""
-    if asm.startswith("lg2"):
-        return args[0].log2()
-    if asm.startswith("rcp"):
-        return args[0].reciprocal()
-    return args[0] if args else None
+    """Emulate `_ASSEMBLY`, in which two columns share a word for "prmt"; other code, which only hides x, returns x."""
+    return _ASSEMBLY.get(asm.partition(".")[0], lambda x=None, *_: x)(*args)
 
 
 def _language() -> ModuleType:
     gl = ModuleType("language")
+    same = ("float32", "bfloat16", "float16", "int16", "int32", "int64", "abs", "reshape")
     functions = {
         "constexpr": constexpr,
         "shared_memory_descriptor": Shared,
-        "float32": torch.float32,
-        "bfloat16": torch.bfloat16,
-        "float16": torch.float16,
+        **{name: getattr(torch, name) for name in same},
         "uint32": _UINT32,
-        "int32": torch.int32,
-        "int64": torch.int64,
         "arange": lambda start, end, layout: torch.arange(start, end),
         "zeros": lambda shape, dtype, layout: torch.zeros(shape, dtype=dtype),
         "full": lambda shape, value, dtype, layout: torch.full(shape, value, dtype=dtype),
@@ -273,7 +275,6 @@ def _language() -> ModuleType:
         "sum": lambda x, axis: x.sum(axis),
         "max": lambda x, axis: x.amax(axis),
         "min": lambda x, axis: x.amin(axis),
-        "abs": torch.abs,
         "inline_asm_elementwise": _assembly,
         "associative_scan": _cumulative_sum,
         "reduce": _sums,
@@ -281,15 +282,14 @@ def _language() -> ModuleType:
         "cast": _cast,
         "join": lambda x, y: torch.stack((x, y), -1),
         "split": lambda x: x.unbind(-1),
-        "reshape": torch.reshape,
         "cdiv": lambda x, y: (x + y - 1) // y,
         "convert_layout": lambda x, layout: x,
         "static_range": range,
         "barrier": lambda: None,
         "num_warps": lambda: 4,
     }
-    layouts = ("BlockedLayout", "SliceLayout", "DotOperandLayout", "NVMMADistributedLayout", "NVMMASharedLayout")
-    functions |= {name: lambda *args: None for name in (*layouts, "SwizzledSharedLayout")}
+    layouts = ("Blocked", "Slice", "DotOperand", "NVMMADistributed", "NVMMAShared", "SwizzledShared")
+    functions |= {f"{name}Layout": lambda *args: None for name in layouts}
     for name, function in functions.items():
         setattr(gl, name, function)
     return gl

@@ -54,8 +54,9 @@ def retention_logits(
         offsets: for each tap of the convolutions, the offset of the token that it reads.
         begin: index of the first existing token in each row; None for 0. Logits before it have no meaning.
         cu_seqlens: boundaries of packed sequences, for B = 1 and without `begin`.
-        dropout: probability that an element of a convolution's input is set to 0; other elements are divided by 1 −
-            dropout. The mask is a hash of a random seed and the element's index, equal in all implementations.
+        dropout: probability that an element of a convolution's input is set to 0, rounded to a multiple of 2⁻¹⁵; other
+            elements are divided by 1 − dropout. The mask is a hash of a random seed and the element's index, equal in
+            all implementations.
         impl: "triton" (three convolutions with three offsets, K = V, up to 64 channels), "gluon" (kernels for Hopper:
             the same, but bfloat16 or float16, layers of 16, 32 or 64 channels, and at most 32 in the second layer if
             keys and the first layer have 64), "reference" (any device), or None: for CUDA tensors the Gluon kernels or
@@ -74,10 +75,9 @@ def retention_logits(
     with torch.autocast(k.device.type, enabled=False):
         chosen = _check(k, v, convs, weight, bias, tuple(offsets), begin, cu_seqlens, dropout, impl)
         # draw the seed on the device, so that the CPU need not wait for it
-        seed = torch.randint(1 << 31, (1,), device=k.device) if dropout else None
-        options = dict(
-            offsets=offsets, begin=begin, cu_seqlens=cu_seqlens, seed=seed, threshold=round(dropout * LEVELS)
-        )
+        threshold = min(round(dropout * LEVELS), LEVELS - 1)
+        seed = torch.randint(1 << 31, (1,), device=k.device) if threshold else None
+        options = dict(offsets=offsets, begin=begin, cu_seqlens=cu_seqlens, seed=seed, threshold=threshold)
         if chosen == "reference":
             return retention_logits_reference(k, v, convs, weight, bias, **options)
         from tokenmix_lte.ops.scorer.autograd import retention_logits_kernels

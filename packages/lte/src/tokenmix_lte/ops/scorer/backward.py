@@ -14,7 +14,7 @@ from tokenmix_core.chunking import cdiv, chunk_slots, num_sequences
 from tokenmix_core.kernels import FLOAT32_DOT, cached_launch, sm_count
 from tokenmix_lte.ops.scorer.forward import load_tap
 from tokenmix_lte.ops.scorer.sizes import Sizes
-from tokenmix_lte.ops.scorer.tokens import apply_dropout, load_channels, locate_tokens, store_channels
+from tokenmix_lte.ops.scorer.tokens import apply_dropout, dropout_scale, load_channels, locate_tokens, store_channels
 from tokenmix_lte.ops.scorer.types import Inputs
 
 _PROGRAMS_PER_SM = 2
@@ -36,6 +36,7 @@ def scorer_layer_backward_kernel(
     i_program, i_h, i_part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     # first input channel of this program
     i_in = i_part * C
+    scale = dropout_scale(threshold, DROPOUT)
     CI = tl.num_programs(2) * C
     if other is not None:  # noqa: SIM102
         if i_part == 1:
@@ -57,8 +58,10 @@ def scorer_layer_backward_kernel(
         b_z = b_x.to(tl.float32)
         b_sigmoid = tl.sigmoid(b_z)
         if LAYER > 0:
-            b_x = (b_z * b_sigmoid).to(b_x.dtype)
-        b_x = apply_dropout(b_x, seed, threshold, o_row, i_in, LAYER, DROPOUT)
+            # z of a dropped element has the value `sizes.DROPPED`
+            b_x = (b_z * b_sigmoid * scale).to(b_x.dtype)
+        else:
+            b_x = apply_dropout(b_x, seed, threshold, o_row, i_part * ((C + 1) // 2), LAYER, DROPOUT)
         b_dx = tl.zeros([BT, BC], tl.float32)
         b_sums = ()
         for i in tl.static_range(TAPS):
@@ -71,9 +74,10 @@ def scorer_layer_backward_kernel(
             if FIRST + i * STEP == 0:
                 b_dbias += tl.sum(b_dz.to(tl.float32), 0)
         b_dw = b_sums
-        b_dx = apply_dropout(b_dx, seed, threshold, o_row, i_in, LAYER, DROPOUT)
         if LAYER > 0:
-            b_dx *= b_sigmoid * (1.0 + b_z * (1.0 - b_sigmoid))
+            b_dx *= b_sigmoid * (1.0 + b_z * (1.0 - b_sigmoid)) * scale
+        else:
+            b_dx = apply_dropout(b_dx, seed, threshold, o_row, i_part * ((C + 1) // 2), LAYER, DROPOUT)
         m_t = (o_t >= 0) & (o_t < tl.minimum(first + BT, end))
         store_channels(dx, b_dx, o_row, m_t, C, BC)
     o_i, o_o = tl.arange(0, BC), tl.arange(0, BO)

@@ -10,7 +10,14 @@ from torch import Tensor
 from tokenmix_core.chunking import chunk_slots, num_sequences
 from tokenmix_core.kernels import FLOAT32_DOT, cached_launch
 from tokenmix_lte.ops.scorer.sizes import Sizes, Taps
-from tokenmix_lte.ops.scorer.tokens import apply_dropout, load_channels, locate_tokens, store_channels
+from tokenmix_lte.ops.scorer.tokens import (
+    apply_dropout,
+    dropout_scale,
+    load_channels,
+    locate_tokens,
+    mark_dropped,
+    store_channels,
+)
 from tokenmix_lte.ops.scorer.types import Inputs
 
 
@@ -87,14 +94,15 @@ def scorer_kernel(
         o_s = (i_row + o_s) * H + i_h
         b_k = apply_dropout(load_channels(k, o_s, m_s, K, BK), seed, threshold, o_s, 0, 0, DROPOUT)
         b_z1 = tl.dot(b_k, load_tap(w1, i, i_h, H, 2 * K, C1, 0, K, BK, B1), b_z1, input_precision=FLOAT32_DOT)
-        b_v = apply_dropout(load_channels(v, o_s, m_s, K, BK), seed, threshold, o_s, K, 0, DROPOUT)
+        b_v = apply_dropout(load_channels(v, o_s, m_s, K, BK), seed, threshold, o_s, (K + 1) // 2, 0, DROPOUT)
         b_z1 = tl.dot(b_v, load_tap(w1, i, i_h, H, 2 * K, C1, K, K, BK, B1), b_z1, input_precision=FLOAT32_DOT)
+    scale = dropout_scale(threshold, DROPOUT)
+    b_z1 = mark_dropped(b_z1, seed, threshold, o_row, 1, DROPOUT)
     # a token that does not exist is 0 in the input of every layer
-    b_x = tl.where(m_t[:, None], b_z1 * tl.sigmoid(b_z1), 0.0).to(k.dtype.element_ty)
-    b_x = apply_dropout(b_x, seed, threshold, o_row, 0, 1, DROPOUT)
+    b_x = tl.where(m_t[:, None], b_z1 * tl.sigmoid(b_z1) * scale, 0.0).to(k.dtype.element_ty)
     b_z2 = convolve(b_x, w2, bias2, i_h, H, C1, C2, B1, B2, Taps(TAPS, FIRST, STEP))
-    b_x = tl.where(m_t[:, None], b_z2 * tl.sigmoid(b_z2), 0.0).to(k.dtype.element_ty)
-    b_x = apply_dropout(b_x, seed, threshold, o_row, 0, 2, DROPOUT)
+    b_z2 = mark_dropped(b_z2, seed, threshold, o_row, 2, DROPOUT)
+    b_x = tl.where(m_t[:, None], b_z2 * tl.sigmoid(b_z2) * scale, 0.0).to(k.dtype.element_ty)
     b_z3 = convolve(b_x, w3, bias3, i_h, H, C2, C3, B2, B3, Taps(TAPS, FIRST, STEP))
     b_sigmoid = tl.sigmoid(b_z3)
     b_x3 = b_z3 * b_sigmoid

@@ -13,8 +13,8 @@ from tokenmix_core.chunking import sequence_ids
 from tokenmix_core.nn import at_least_float32
 from tokenmix_core.ops import drops_padding
 
-# dropout probabilities are multiples of 1 / LEVELS
-LEVELS = 1 << 24
+# dropout probabilities are multiples of 1 / LEVELS, which 15 bits of a hash resolve
+LEVELS = 1 << 15
 _WORD = (1 << 32) - 1
 
 
@@ -41,7 +41,8 @@ def retention_logits_reference(
     exists = [_exists(x, offset, begin, cu_seqlens) for offset in offsets]
     for layer, (kernel, shift) in enumerate(convs):
         if seed is not None:
-            x = x * dropout_mask(seed, threshold, layer, x) * (LEVELS / (LEVELS - threshold))
+            mask = dropout_mask(seed, threshold, layer, x, k.shape[-1] if layer == 0 else 0)
+            x = x * mask * (LEVELS / (LEVELS - threshold))
         total = shift.to(x.dtype)[:, None, None]
         for tap, offset, mask in zip(kernel.unbind(-1), offsets, exists, strict=True):
             neighbour = shifted(x, offset)
@@ -53,20 +54,24 @@ def retention_logits_reference(
 
 
 def dropout_mask(
-    seed: Int[Tensor, "1"], threshold: int, layer: int, x: Float[Tensor, "H B T C"]
+    seed: Int[Tensor, "1"], threshold: int, layer: int, x: Float[Tensor, "H B T C"], keys: int = 0
 ) -> Bool[Tensor, "H B T C"]:
     """Return a mask of the elements of a layer's input that are not dropped.
 
     The mask is a hash of seed, layer, token, head and channel, so that every implementation and every recomputation
-    drops the same elements. An element is dropped with probability `threshold` / 2²⁴.
+    drops the same elements. Two neighbouring channels have one hash of 32 bits, of which each reads 15; if `keys`, the
+    number of channels of keys, is odd, the last of them has a hash of its own. An element is dropped with probability
+    `threshold` / 2¹⁵.
     """
     H, B, T, C = x.shape
     rows = torch.arange(B * T * H, device=x.device).view(B, T, H).permute(2, 0, 1)
-    base = _hash((seed.long() + layer * 0x2545F491) & _WORD)
-    row_hash, channel_hash = _hash(base ^ rows), _hash((base + torch.arange(C, device=x.device)) & _WORD) | 1
-    mixed = (row_hash.unsqueeze(-1) * channel_hash) & _WORD
-    mixed = ((mixed ^ (mixed >> 15)) * 0x2C1B3C6D) & _WORD
-    return (mixed >> 8) >= threshold
+    channels = torch.arange(C, device=x.device)
+    channels += (channels >= keys) * (keys % 2)
+    base = _hash((seed.long() + (layer + 1) * 0x2545F491) & _WORD)
+    pair_hash = _signed(_hash((base + (channels >> 1)) & _WORD) | 1)
+    row_hash = _fold(_signed(base ^ rows) * (0x9E3779B1 - (1 << 32)))
+    mixed = _fold(row_hash.unsqueeze(-1) * pair_hash)
+    return (mixed >> 16 * (channels & 1)) % LEVELS >= threshold
 
 
 def _hash(x: Int[Tensor, "*any"]) -> Int[Tensor, "*any"]:
@@ -74,6 +79,16 @@ def _hash(x: Int[Tensor, "*any"]) -> Int[Tensor, "*any"]:
     x = ((x ^ (x >> 16)) * 0x7FEB352D) & _WORD
     x = ((x ^ (x >> 15)) * 0x846CA68B) & _WORD
     return x ^ (x >> 16)
+
+
+def _fold(x: Int[Tensor, "*any"]) -> Int[Tensor, "*any"]:
+    """Return the lower half of 64 bits xor the upper half, as a signed word of 32 bits."""
+    return _signed((x ^ (x >> 32)) & _WORD)
+
+
+def _signed(x: Int[Tensor, "*any"]) -> Int[Tensor, "*any"]:
+    """Return words of 32 bits as signed integers."""
+    return x - ((x >> 31) << 32)
 
 
 def shifted(x: Float[Tensor, "H B T C"], offset: int) -> Float[Tensor, "H B T C"]:

@@ -53,6 +53,8 @@ class Sizes(NamedTuple):
 
 # tiles of the forward and of a layer's backward, by bytes per element; limited by registers and shared memory on sm_90
 _TILES = {2: (Tile(128, 8, 2), Tile(64, 8, 2)), 4: (Tile(32, 8, 2), Tile(16, 8, 1))}
+# z of a layer's dropped outputs: SiLU of it and the derivative of SiLU are 0, also after rounding to 16 bits
+DROPPED = -30000.0
 # number of streams (see hopper/streams.py) that a program on Hopper computes: 64, the rows of a warpgroup's WGMMA
 BLOCK_STREAMS = 64
 # pipeline stages of keys and values on Hopper: WGMMAs read three, dropout is applied to one, async copies fill two

@@ -32,13 +32,14 @@ from tokenmix_lte.ops.scorer.hopper.streams import (
     convert_streams,
     copy_tokens,
     drop_tokens,
-    dropout_mask,
     dropout_scale,
     exists,
+    hash_channels,
     locate_streams,
     sigmoid,
     smem_layout,
     stream_blocks,
+    where_kept,
 )
 from tokenmix_lte.ops.scorer.sizes import Sizes
 from tokenmix_lte.ops.scorer.types import Inputs
@@ -110,12 +111,9 @@ def hopper_layer_backward_kernel(
     b_dw = (zero_w, zero_w, zero_w)
     b_dbias = zero_w
     scale = dropout_scale(threshold, DROPOUT)
-    o_c = gl.arange(0, _WIDTH, gl.SliceLayout(0, tile))
     if LAYER > 0:
         b_z = load_layer(x, streams_t, 0, H, C, tile)
-    elif DROPOUT:
-        wait_async_copies(DZ_STAGES - 2)
-        drop_tokens(s_x.index(0), seed, threshold, streams, 0, H, i_in, W)
+    dropout = hash_channels(seed, threshold, o_o + i_in, 0) if DROPOUT and LAYER == 0 else None
     for s in range(tokens // STEP):
         # after this barrier, all warps have finished the MMAs of the previous step and see each other's stores
         wait_async_copies(1)
@@ -136,11 +134,7 @@ def hopper_layer_backward_kernel(
             b_sigmoid = sigmoid(b_z)
             b_x = b_z * b_sigmoid
             b_slope = b_sigmoid * (1.0 + b_z * (1.0 - b_sigmoid))
-            if DROPOUT:
-                b_mask = dropout_mask(seed, threshold, streams_t.row + o_t * H, o_c, LAYER)
-                b_x = gl.where(b_mask, b_x, 0.0)
-                b_slope = gl.where(b_mask, b_slope, 0.0)
-            # a missing token has z = 0 and therefore x = 0
+            # a missing token has z = 0 and therefore x = 0; a dropped element has z = DROPPED, x = 0 and slope 0
             s_x_block.store(b_x.to(dtype))
             b_slope *= scale
             b_z = load_layer(x, streams_t, o_t + STEP, H, C, tile)
@@ -148,22 +142,24 @@ def hopper_layer_backward_kernel(
             barrier()
         else:
             s_x_block = s_x.index(s % X_STAGES)
+            if DROPOUT:
+                b_mask = drop_tokens(s_x_block, dropout, streams, o_t, H, W)
+                fence_async_shared()
+                barrier()
         b_sums = ()
         for tap in gl.static_range(3):
             s_dz_block = dz_block(s_dz, s, tap, CO)
             b_sums = b_sums + (warpgroup_mma(s_x_block.permute((1, 0)), s_dz_block, b_dw[tap], is_async=True),)
-        if LAYER == 0 and DROPOUT:
-            drop_tokens(s_x.index((s + 1) % X_STAGES), seed, threshold, streams, o_t + STEP, H, i_in, W)
         # dz of each token is read once, through the tap at offset 0, and summed for the gradient of the bias
         b_dbias += dz_block(s_dz, s, -FIRST // STEP, CO).load(sums).to(gl.float32)
         b_dx = warpgroup_mma_wait(3, deps=[b_dx])
         b_dx *= b_slope if LAYER > 0 else scale
         b_dx = gl.convert_layout(b_dx.to(dtype), row)
         o_row = streams.row + o_t * H
-        b_exists = exists(streams, o_t)[:, None]
+        zero_dx = gl.zeros(b_dx.shape, dtype, row)
+        b_dx = gl.where(exists(streams, o_t)[:, None], b_dx, zero_dx)
         if LAYER == 0 and DROPOUT:
-            b_exists = b_exists & dropout_mask(seed, threshold, o_row, o_o + i_in, 0)
-        b_dx = gl.where(b_exists, b_dx, gl.zeros(b_dx.shape, dtype, row))
+            b_dx = where_kept(b_mask, b_dx, zero_dx)
         m_own = o_t < streams.end
         gl.store(dx + o_row[:, None] * C + o_o[None, :], b_dx, mask=m_own[:, None] & (o_o < C)[None, :])
         b_dw = warpgroup_mma_wait(0, deps=b_sums)

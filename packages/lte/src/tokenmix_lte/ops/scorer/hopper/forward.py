@@ -27,6 +27,7 @@ from tokenmix_lte.ops.scorer.hopper.streams import (
     drop_tokens,
     dropout_scale,
     exists,
+    hash_channels,
     issue_convolution,
     locate_streams,
     sigmoid,
@@ -88,12 +89,17 @@ def hopper_scorer_kernel(
         b_d = b_dbias
     else:
         b_bias = gl.load(bias + i_h).to(gl.float32)
+    o_k = gl.arange(0, K, gl.SliceLayout(0, row_layout(K, W)))
+    dropout_k = hash_channels(seed, threshold, o_k, 0) if DROPOUT else None
+    dropout_v = hash_channels(seed, threshold, o_k + K, 0) if DROPOUT else None
+    dropout1 = hash_channels(seed, threshold, o_1, 1) if DROPOUT else None
+    dropout2 = hash_channels(seed, threshold, o_2, 2) if DROPOUT else None
     if DROPOUT:
         wait_async_copies(NUM_STAGES - 4)
         for i in gl.static_range(3):
             o_t = 3 * FIRST + i * STEP
-            drop_tokens(s_x0.index(2 * i), seed, threshold, streams, o_t, H, 0, W)
-            drop_tokens(s_x0.index(2 * i + 1), seed, threshold, streams, o_t, H, K, W)
+            drop_tokens(s_x0.index(2 * i), dropout_k, streams, o_t, H, W)
+            drop_tokens(s_x0.index(2 * i + 1), dropout_v, streams, o_t, H, W)
     scale = dropout_scale(threshold, DROPOUT)
     zero1 = gl.zeros([STREAMS, C1], gl.float32, tile1)
     zero2 = gl.zeros([STREAMS, C2], gl.float32, tile2)
@@ -110,8 +116,8 @@ def hopper_scorer_kernel(
         b_z1 = issue_convolution(s_x0, s_w1, s, zero1)
         if DROPOUT:
             new, o_t = (s + 3) % NUM_STAGES * 2, (s + 3) * STEP + 3 * FIRST
-            drop_tokens(s_x0.index(new), seed, threshold, streams, o_t, H, 0, W)
-            drop_tokens(s_x0.index(new + 1), seed, threshold, streams, o_t, H, K, W)
+            drop_tokens(s_x0.index(new), dropout_k, streams, o_t, H, W)
+            drop_tokens(s_x0.index(new + 1), dropout_v, streams, o_t, H, W)
 
         b_z3 = warpgroup_mma_wait(9, deps=[b_z3]) * scale + b_bias3[None, :]
         b_sigmoid = sigmoid(b_z3)
@@ -133,19 +139,19 @@ def hopper_scorer_kernel(
 
         b_z2 = warpgroup_mma_wait(6, deps=[b_z2]) * scale + b_bias2[None, :]
         o_t = (s - 3) * STEP + FIRST
-        store_layer(s_x2.index((s + 1) % 4), b_z2, seed, threshold, streams2, o_t, H, 2, DROPOUT, tile2)
+        b_z2 = store_layer(s_x2.index((s + 1) % 4), b_z2, dropout2, streams2, o_t, H, tile2)
         if GRADIENTS:
             m_own = exists(streams2, o_t) & (o_t >= 0) & (o_t < tokens)
             p_z = z2 + (streams2.row + o_t * H)[:, None] * C2 + o_2[None, :]
-            gl.store(p_z, b_z2.to(dtype), mask=m_own[:, None])
+            gl.store(p_z, b_z2, mask=m_own[:, None])
 
         b_z1 = warpgroup_mma_wait(0, deps=[b_z1]) * scale + b_bias1[None, :]
         o_t = s * STEP + 2 * FIRST
-        store_layer(s_x1.index(s % 4), b_z1, seed, threshold, streams1, o_t, H, 1, DROPOUT, tile1)
+        b_z1 = store_layer(s_x1.index(s % 4), b_z1, dropout1, streams1, o_t, H, tile1)
         if GRADIENTS:
             m_own = exists(streams1, o_t) & (o_t >= 0) & (o_t < tokens)
             p_z = z1 + (streams1.row + o_t * H)[:, None] * C1 + o_1[None, :]
-            gl.store(p_z, b_z1.to(dtype), mask=m_own[:, None])
+            gl.store(p_z, b_z1, mask=m_own[:, None])
     wait_async_copies(0)
     if GRADIENTS:
         p_last = dlast + (i_b.to(gl.int64) * H + i_h) * (C3 + 1)

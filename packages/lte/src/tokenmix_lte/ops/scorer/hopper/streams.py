@@ -20,15 +20,18 @@ from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma
 from tokenmix_core.chunking import cdiv, chunk_slots
 from tokenmix_core.kernels import sm_count
 from tokenmix_core.kernels.gluon import LOG2_E, async_load, row_layout, sequence_span
-from tokenmix_lte.ops.scorer.sizes import BLOCK_STREAMS, Sizes
+from tokenmix_lte.ops.scorer.sizes import BLOCK_STREAMS, DROPPED, Sizes
 from tokenmix_lte.ops.scorer.types import Inputs
 
 STREAMS = gl.constexpr(BLOCK_STREAMS)
+DROPPED_Z = gl.constexpr(DROPPED)
 # one element per stream: the row in `[tokens, H]` of the stream's first own token; start and end of its sequence,
 # counted from this token
 Streams = namedtuple("Streams", "row start end")
 # number of tokens in a row, number of sequences, first existing token of each row, boundaries of packed sequences
 Sequences = namedtuple("Sequences", "T N begin cu_seqlens")
+# dropout of a layer's input: the hash of seed and layer, the hash of each channel's pair, and the threshold
+Dropout = namedtuple("Dropout", "base pairs threshold")
 
 
 @gluon.constexpr_function
@@ -128,7 +131,7 @@ def dropout_scale(threshold, DROPOUT: gl.constexpr):
     """Return dropout's factor 1 / (1 − p), for the float32 sums: scaling 16-bit inputs would round them twice."""
     scale = 1.0
     if DROPOUT:
-        scale = 16777216.0 / (16777216 - threshold)
+        scale = 32768.0 / (32768 - threshold)
     return scale
 
 
@@ -152,39 +155,74 @@ def hash32(x):
 
 
 @gluon.jit
-def dropout_mask(seed, threshold, o_row, o_c, LAYER: gl.constexpr):
-    """Return the same as `reference.dropout_mask`, for rows and channels of a layer's input."""
-    base = hash32(gl.load(seed).to(gl.int32) + LAYER * 0x2545F491)
-    row_hash = hash32(o_row.to(gl.int32) ^ base)
-    channel_hash = hash32(o_c.to(gl.int32) + base) | 1
-    b_hash = row_hash[:, None] * channel_hash[None, :]
-    # subtract 2³¹: signed comparison then orders the values as unsigned comparison did before
-    b_hash = (b_hash ^ ((b_hash >> 15) & 0x1FFFF)) * 0x2C1B3C6D + -0x80000000
-    return b_hash >= (threshold << 8) + -0x80000000
+def fold(x):
+    """Return `tokens.fold`: the lower half of int64 xor its upper half."""
+    return (x ^ (x >> 32)).to(gl.int32)
 
 
 @gluon.jit
-def drop_tokens(s_x, seed, threshold, streams, o_t, H, i_channel, WARPS: gl.constexpr):
-    """Set the dropped elements of a block of keys or values in shared memory to 0; float32 sums are scaled later."""
+def hash_channels(seed, threshold, o_c, LAYER: gl.constexpr):
+    """Return the `Dropout` of channels of a layer's input, before a loop over tokens."""
+    base = hash32(gl.load(seed).to(gl.int32) + (LAYER + 1) * 0x2545F491)
+    # both channels of a pair have one hash, which the compiler computes once
+    return Dropout(base, hash32((o_c >> 1).to(gl.int32) + base) | 1, threshold)
+
+
+@gluon.jit
+def dropout_mask(dropout, o_row):
+    """Return `reference.dropout_mask` for rows of a layer's input, as int16: −1, or 0 if dropped."""
+    # the signed value of 0x9E3779B1
+    row_hash = fold((o_row.to(gl.int32) ^ dropout.base).to(gl.int64) * -0x61C8864F)
+    # if int64 converted before the loop were multiplied, the compiler would also compute their upper halves
+    b_wide = gl.inline_asm_elementwise(
+        "mul.wide.s32 $0, $1, $2;", "=l,r,r", [row_hash[:, None], dropout.pairs[None, :]],
+        dtype=gl.int64, is_pure=True, pack=1,
+    )  # fmt: skip
+    b_hash = fold(b_wide) & 0x7FFF7FFF
+    # 15 bits plus 2¹⁵ − threshold have bit 15 if the 15 bits are at least the threshold; both halves in one sum
+    b_hash += (32768 - dropout.threshold) * 0x10001
+    # copy the sign of each half to its 16 bits
+    return gl.inline_asm_elementwise(
+        "prmt.b32 $0, $1, 0, 0xBB99;", "=r,r,r", [b_hash], dtype=gl.int16, is_pure=True, pack=2
+    )
+
+
+@gluon.jit
+def where_kept(b_mask, b_x, b_other):
+    """Return 16-bit elements of x, or of other if `dropout_mask` is 0; one instruction for two elements."""
+    return gl.inline_asm_elementwise(
+        "lop3.b32 $0, $1, $2, $3, 0xCA;", "=r,r,r,r", [b_mask, b_x, b_other], dtype=b_x.dtype, is_pure=True, pack=2
+    )
+
+
+@gluon.jit
+def drop_tokens(s_x, dropout, streams, o_t, H, WARPS: gl.constexpr):
+    """Set the dropped elements of a block of keys or values in shared memory to 0; return the mask.
+
+    Float32 sums are scaled later.
+    """
     C: gl.constexpr = s_x.shape[1]
     layout: gl.constexpr = row_layout(C, WARPS)
-    o_c = i_channel + gl.arange(0, C, gl.SliceLayout(0, layout))
-    b_mask = dropout_mask(seed, threshold, streams.row + o_t * H, o_c, 0)
+    b_mask = dropout_mask(dropout, streams.row + o_t * H)
     b_x = s_x.load(layout)
-    s_x.store(gl.where(b_mask, b_x, gl.zeros(b_x.shape, s_x.dtype, layout)))
+    s_x.store(where_kept(b_mask, b_x, gl.zeros(b_x.shape, s_x.dtype, layout)))
+    return b_mask
 
 
 @gluon.jit
-def store_layer(
-    s_x, b_z, seed, threshold, streams, o_t, H, LAYER: gl.constexpr, DROPOUT: gl.constexpr, layout: gl.constexpr
-):
-    """Store SiLU(z) of a layer as input of the next layer; missing tokens and dropped elements are 0."""
-    b_x = b_z * sigmoid(b_z)
-    b_exists = exists(streams, o_t)[:, None]
-    if DROPOUT:
-        o_c = gl.arange(0, s_x.shape[1], gl.SliceLayout(0, layout))
-        b_exists = b_exists & dropout_mask(seed, threshold, streams.row + o_t * H, o_c, LAYER)
-    s_x.store(gl.where(b_exists, b_x, 0.0).to(s_x.dtype))
+def store_layer(s_x, b_z, dropout, streams, o_t, H, layout: gl.constexpr):
+    """Store SiLU(z) of a layer as input of the next layer; missing tokens and dropped elements are 0.
+
+    Return z in the dtype of the inputs, in which dropped elements are `sizes.DROPPED`.
+    """
+    b_x = gl.where(exists(streams, o_t)[:, None], b_z * sigmoid(b_z), 0.0).to(s_x.dtype)
+    b_z = b_z.to(s_x.dtype)
+    if dropout is not None:
+        b_mask = dropout_mask(dropout, streams.row + o_t * H)
+        b_x = where_kept(b_mask, b_x, gl.zeros(b_x.shape, s_x.dtype, layout))
+        b_z = where_kept(b_mask, b_z, gl.full(b_z.shape, DROPPED_Z, s_x.dtype, layout))
+    s_x.store(b_x)
+    return b_z
 
 
 def stream_blocks(x: Inputs, sizes: Sizes, programs: float) -> tuple[int, int, int]:
