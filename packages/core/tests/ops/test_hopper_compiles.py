@@ -68,7 +68,7 @@ def attention(
 
 def kept_attention(
     B=8, T=4096, TQ=None, HQ=32, H=8, HM=8, K=64, V=64, unit=1, window=768, boundaries=None, through_keep=False,
-    dtype=torch.bfloat16,
+    dtype=torch.bfloat16, keep_gradient="exponentials",
 ):  # fmt: skip
     """The same for listed keys."""
     from tokenmix_core.ops.sparse_attention import autograd
@@ -77,7 +77,7 @@ def kept_attention(
     U = T // unit + (0 if boundaries is None or unit == 1 else len(boundaries) - 1)
     keep = torch.empty(B, U, HM)
     cu_seqlens = None if boundaries is None else torch.tensor(boundaries, dtype=torch.int32)
-    rest = unit, window, K**-0.5, "gluon"
+    rest = unit, window, K**-0.5, keep_gradient, "gluon"
     given = q, k, v, keep, None, cu_seqlens, *rest
     o, lse, *lists = autograd._forward(*given)
     autograd._backward(*given, o, lse, *lists, o, lse, through_keep)
@@ -135,6 +135,7 @@ for D in (64, 128):
     for V in (64, 128):
         sizes = dict(K=D, V=V)
         CALLS[f"kept keys {D} {V}"] = partial(kept_attention, TQ=1000, dtype=torch.float16, **sizes)
+        CALLS[f"marks of values {D} {V}"] = partial(kept_attention, through_keep=True, keep_gradient="values", **sizes)
         CALLS[f"kept keys {D} {V}, packed"] = partial(kept_attention, **PACKED, **sizes)
         CALLS[f"kept chunks {D} {V}"] = partial(kept_attention, unit=64, window=None, through_keep=True, **sizes)
         CALLS[f"kept chunks {D} {V}, packed"] = partial(

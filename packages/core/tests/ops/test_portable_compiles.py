@@ -84,6 +84,7 @@ def kept_keys():
     # who is told to interpret refuses bfloat16
     q, k, v = (torch.empty(B, T, heads, K, dtype=torch.float16) for heads in (H, 4, 4))
     both(lambda *x, impl: kept_attention(*x, unit=64, impl=impl), q, k, v, long(B, T // 64, 4))
+    both(lambda *x, impl: kept_attention(*x, keep_gradient="values", impl=impl), q, k, v, long(B, T, 4))
 
 
 def sinks():

@@ -51,8 +51,10 @@ def upstream(out: AttentionOutput, seed=1):
     return [torch.randn(x.shape, generator=generator, dtype=torch.float64).to(x) for x in out]
 
 
-def by_definition(q, k, v, keep, *, unit=1, window=None, until=None, scale=None, cu_seqlens=None):
-    """The equations of the README, one query at a time, with a factor on the exponentials of retained pairs."""
+def by_definition(
+    q, k, v, keep, *, unit=1, window=None, until=None, scale=None, cu_seqlens=None, keep_gradient="exponentials"
+):  # fmt: skip
+    """The equations of the README, one query at a time, with a factor of retained pairs' exponentials or of values."""
     (B, TQ, HQ, K), (TK, H), HM = q.shape, k.shape[1:3], keep.shape[2]
     scale = K**-0.5 if scale is None else scale
     boundaries = [0, TK] if cu_seqlens is None else cu_seqlens.tolist()
@@ -63,20 +65,19 @@ def by_definition(q, k, v, keep, *, unit=1, window=None, until=None, scale=None,
         for b, row, h in itertools.product(range(B), queries, range(HQ)):
             i, h_k = row - start + (TK - TQ), h * H // HQ
             left = i // unit * unit if window is None else i - window + 1
-            seen, logs = [], []
+            seen, logs, factors = [], [], []
             for j in range(i + 1):
                 mark = keep[b, first_unit + j // unit, h_k * HM // H]
-                if j >= left:
-                    logs.append(mark.new_zeros(()))
-                elif mark > 0.5 and (until is None or i < until[b, start + j, h_k]):
-                    logs.append(mark.log())
-                else:
+                if j < left and not (mark > 0.5 and (until is None or i < until[b, start + j, h_k])):
                     continue
                 seen.append(start + j)
+                one = 1 + mark - mark.detach()
+                logs.append((one if j < left and keep_gradient == "exponentials" else one.detach()).log())
+                factors.append(one if keep_gradient == "values" else one.detach())
             if seen:
                 scores = scale * (k[b, seen, h_k] @ q[b, row, h]) + torch.stack(logs)
                 lse[b, row, h] = scores.logsumexp(0)
-                o[b, row, h] = scores.softmax(0) @ v[b, seen, h_k]
+                o[b, row, h] = scores.softmax(0) @ (torch.stack(factors)[:, None] * v[b, seen, h_k])
     return AttentionOutput(o, lse)
 
 
@@ -90,7 +91,8 @@ def run(forward, tensors, options):
 
 
 HEADS = dict(HQ=4, H=2, HM=1)
-LOCAL = ("window", "scale")
+LOCAL = ("window", "scale", "keep_gradient")
+VALUES = dict(keep_gradient="values")
 
 
 def in_small_tiles(override):
@@ -145,6 +147,8 @@ class TestKeptAttention(OpContract):
         "unequal heads and a scale": dict(TQ=12, K=4, V=6, window=3, scale=0.7),
         "a window that holds all": dict(TQ=12, window=99),
         "one token": dict(TQ=1, window=1),
+        "marks of values": dict(TQ=24, **HEADS, window=5, until=True, **VALUES),
+        "marks of values, packed chunks": dict(TQ=150, unit=64, cu=[0, 5, 5, 135, 150], kept=0.6, K=4, **VALUES),
     }
     lengths = (1, 2, 63, 64, 65)
     kernels: ClassVar = {
@@ -168,6 +172,10 @@ class TestKeptAttention(OpContract):
             "K and V differ, neither a power of two": dict(TQ=40, K=24, V=40, window=9),
             "packed": dict(TQ=70, cu=[0, 3, 3, 40, 70], HQ=4, H=2, HM=1, window=10),
             "packed chunks": dict(TQ=150, unit=64, cu=[0, 5, 5, 135, 150], kept=0.6),
+            "marks of values": dict(TQ=70, HQ=4, H=2, HM=1, until=True, window=20, **VALUES),
+            "marks of values, nothing kept": dict(TQ=40, kept=0.0, K=24, V=40, window=9, **VALUES),
+            "marks of values, packed": dict(TQ=70, cu=[0, 3, 3, 40, 70], HQ=4, H=4, HM=2, window=10, **VALUES),
+            "marks of values, packed chunks": dict(TQ=150, unit=64, cu=[0, 5, 5, 135, 150], kept=0.6, **VALUES),
         }.items()
     }
     parts: ClassVar = {
@@ -198,6 +206,7 @@ class TestKeptAttention(OpContract):
         "a window of zero": ({"window": 0}, "window .*got 0"),
         "ends of floats": ({"until": z(2, 7, 4)}, "until must be int32, int64, got float32"),
         "ends of other heads": ({"until": z(2, 7, 2, dtype=torch.int32)}, r"until must have .*got \[2, 7, 2\]"),
+        "another gradient of marks": ({"keep_gradient": "weights"}, "keep_gradient must be .*got 'weights'"),
         "a negative scale": ({"scale": -1.0}, "scale must be positive, got -1.0"),
         "boundaries in a list": ({"cu_seqlens": [0, 5]}, r"cu_seqlens must be a tensor of shape \[.*\], got list"),
         "torch's kernel": ({"impl": "sdpa"}, "impl must be .*got 'sdpa'"),
@@ -234,7 +243,7 @@ class TestKeptAttention(OpContract):
         tensors, _ = inputs(TQ=6, dtype=torch.float32, device=device)
         until = torch.full((1, 6, 1), 5, device=device)
         for impl in ("triton", "reference"):
-            rest = (until, None, 1, 2, 0.5, impl)
+            rest = (until, None, 1, 2, 0.5, "values", impl)
             yield kept_attention_op, (*tensors, *rest)
             found = [x.detach() for x in kept_attention_op(*tensors, *rest)]
             given = (*(x.detach() for x in tensors), *rest)
@@ -298,7 +307,7 @@ def test_blocks_are_for_long_calls_without_gradients(monkeypatch):
 
     monkeypatch.setattr(query_blocks, "BLOCK", 16)
     (q, k, v, keep), options = inputs(TQ=20, until=True)
-    x = autograd.Inputs(q, k, v, keep, options["until"], None, 1, 5, 1.0, "triton")
+    x = autograd.Inputs(q, k, v, keep, options["until"], None, 1, 5, 1.0, "values", "triton")
     assert not query_blocks.takes_blocks(x)
     with torch.no_grad():
         assert query_blocks.takes_blocks(x)

@@ -31,6 +31,12 @@ CASES = {
     "chunks, a window, until, fewer queries": (dict(TQ=333, TK=1000, unit=128, until=True), dict(window=150)),
     "packed": (dict(B=1, **HEADS, cu=[0, 1, 1, 64, 300, 301, 1000]), dict(window=50)),
     "packed chunks": (dict(B=1, **HEADS, unit=64, cu=[0, 1, 1, 64, 300, 301, 1000]), {}),
+    "marks of values": (dict(**HEADS), dict(window=200, keep_gradient="values")),
+    "marks of values, until": (dict(**HEADS, until=True), dict(window=77, keep_gradient="values")),
+    "marks of values, packed chunks": (
+        dict(B=1, **HEADS, unit=64, cu=[0, 1, 1, 64, 300, 301, 1000]),
+        dict(keep_gradient="values"),
+    ),
     # scores of the first keys are far above those of a query's own tile, whose maxima are subtracted from all
     "great scores": (dict(**HEADS, great=25), dict(window=100)),
 }
@@ -157,7 +163,10 @@ def test_kernels_take_wide_and_odd_head_sizes(K, V, dtype, case):
 
 @pytest.mark.parametrize("impl", ["triton", pytest.param("gluon", marks=needs_hopper)])
 @pytest.mark.parametrize("programs", [3, 40])
-@pytest.mark.parametrize("case", ["tokens", "tokens, until", "chunks", "packed", "packed chunks"])
+@pytest.mark.parametrize(
+    "case",
+    ["tokens", "tokens, until", "chunks", "packed", "packed chunks", "marks of values", "marks of values, until"],
+)
 def test_sums_in_parts_answer_to_float64(case, programs, impl, override):
     if impl == "gluon" and case not in GLUON_CASES:
         pytest.skip("kernels in Gluon take no until")
@@ -272,7 +281,7 @@ def test_operators_keep_torchs_rules(filled):
     # calls that are replayed fill no memory, whatever torch is asked for
     torch.use_deterministic_algorithms(filled, warn_only=True)
     tensors, _ = inputs(B=1, TQ=70, dtype=torch.float32)
-    rest = (None, None, 1, 20, 0.5, "triton")
+    rest = (None, None, 1, 20, 0.5, "values", "triton")
     torch.library.opcheck(kept_attention_op, (*tensors, *rest))
     found = [x.detach() for x in kept_attention_op(*tensors, *rest)]
     given = (*(x.detach() for x in tensors), *rest)

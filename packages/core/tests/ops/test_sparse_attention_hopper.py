@@ -34,6 +34,10 @@ CASES = {
     "chunks of 128, a window": dict(T=300, unit=128, kept=0.7, window=40),
     "packed": dict(HQ=2, H=1, window=5, boundaries=[0, 1, 1, 17, 50, 51, 70], through_lse=True),
     "packed chunks": dict(T=200, unit=64, kept=0.6, boundaries=[0, 1, 1, 66, 200]),
+    "marks of values": dict(B=2, HQ=4, H=2, HM=1, window=10, through_lse=True, values=True),
+    "marks of wide values, packed chunks": dict(
+        T=200, HQ=2, H=2, HM=1, unit=64, V=128, boundaries=[0, 1, 1, 66, 200], values=True
+    ),
     # scores of the first keys are far above those of a query's own tile, whose maxima are subtracted from all
     "great scores": dict(HQ=2, H=1, window=10, kept=0.5, great=25),
 }  # fmt: skip
@@ -64,7 +68,7 @@ def by_gluon(hopper, monkeypatch):
 
 # queries that a forward program takes, and how many programs the work of keys is cut for
 SHAPES = {case: [(TILE, 3)] for case in CASES}
-for case in ("tokens", "fewer queries", "packed"):
+for case in ("tokens", "fewer queries", "packed", "marks of values"):
     SHAPES[case].append((2 * TILE, 1))
 
 
@@ -95,7 +99,8 @@ def test_values_and_gradients_answer_to_float64(by_gluon, override, case, rows, 
     else:
         keep = (torch.rand(B, U, HM, generator=generator) < case["kept"]).float()
     cu = None if boundaries is None else torch.tensor(boundaries, dtype=torch.int32)
-    form = dict(unit=unit, window=case["window"], scale=0.125)
+    keep_gradient = "values" if case.get("values") else "exponentials"
+    form = dict(unit=unit, window=case["window"], scale=0.125, keep_gradient=keep_gradient)
 
     exact = [x.double().requires_grad_() for x in (q, k, v, keep)]
     out = kept_attention_reference(*exact, cu_seqlens=cu, **form)
@@ -105,7 +110,7 @@ def test_values_and_gradients_answer_to_float64(by_gluon, override, case, rows, 
     up = do.double(), torch.zeros_like(out.lse) if dlse is None else dlse.double()
     wanted = torch.autograd.grad((out.o, out.lse.masked_fill(blind, 0)), exact, up)
 
-    rest = (unit, case["window"], 0.125, "triton")
+    rest = (*form.values(), "triton")
     given = (q, k, v, keep, None, cu, *rest)
     o, lse, *lists = autograd._forward(*given)
     torch.testing.assert_close(o, out.o.float(), rtol=1e-4, atol=1e-5)

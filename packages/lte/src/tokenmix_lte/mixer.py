@@ -241,12 +241,13 @@ class Lte(Mixer):
             until = eviction_times(ranks, self.cap, self.window, cu_seqlens, impl=unless_gluon(self.impl))
         share = logits.sigmoid()
         factor: Tensor = keep
-        if self.scorer is not None and self.estimator == "inside":
+        if self.scorer is not None and torch.is_grad_enabled():
+            # equal to `keep`, whose gradient goes to `share`
             factor = keep + (share - share.detach())
-        elif self.scorer is not None and torch.is_grad_enabled():
-            # the factor is exactly 1; through it `share` gets the gradient ⟨v, dv⟩
-            v = v * (share - share.detach() + 1).to(v.dtype).unsqueeze(-1)
-        o = kept_attention(q, k, v, factor, window=self.window, until=until, cu_seqlens=cu_seqlens, impl=self.impl).o
+        o = kept_attention(
+            q, k, v, factor, window=self.window, until=until, cu_seqlens=cu_seqlens,
+            keep_gradient="exponentials" if self.estimator == "inside" else "values", impl=self.impl,
+        ).o  # fmt: skip
         found = self._observe(logits, share, positions, heads) if self.training else {}
         if until is not None:
             shares = self._shares(keep, until, positions)

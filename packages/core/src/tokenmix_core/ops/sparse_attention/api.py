@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal, get_args
+
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
@@ -16,6 +18,7 @@ from tokenmix_core.ops.sparse_attention import autograd, plan
 from tokenmix_core.ops.sparse_attention.query_blocks import kept_attention_by_blocks, takes_blocks
 from tokenmix_core.ops.types import AttentionOutput, Impl
 
+KeepGradient = Literal["exponentials", "values"]
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
@@ -30,6 +33,7 @@ def kept_attention(
     until: Int[Tensor, "B TK H"] | None = None,
     scale: float | None = None,
     cu_seqlens: Int[Tensor, "N_plus_1"] | None = None,
+    keep_gradient: KeepGradient = "exponentials",
     impl: Impl | None = None,
 ) -> AttentionOutput:
     """Compute softmax attention to local keys and to the retained keys before them, under one softmax.
@@ -41,8 +45,7 @@ def kept_attention(
 
     Outputs are those of `attention` over these keys. Time and memory are linear in the number of visible pairs; with
     `until`, pairs with evicted keys also count if gradients are wanted or sequences are packed. Differentiable in q, k
-    and v through both outputs, and in a float `keep`: the exponential of a retained pair has a factor of 1, and the
-    unit's gradient is the sum of these factors' gradients; the gradient of other units is 0.
+    and v through both outputs, and in a float `keep`, whose gradient is that of a factor of 1 (`keep_gradient`).
 
     Args:
         q, k, v: bfloat16, float16, float32 or float64, all of one dtype. HQ is a multiple of H.
@@ -55,6 +58,10 @@ def kept_attention(
         until: the position of the first query that no longer sees the key as a retained one; int32 or int64.
         scale: factor of the scores, positive; None: K ** −0.5.
         cu_seqlens: boundaries of the packed sequences, `[N + 1]`, from 0 to at most T, for B = 1 and TQ = TK.
+        keep_gradient: the factor of 1 whose gradient a float `keep` gets. "exponentials": a factor of the exponentials
+            of a retained unit's pairs that are not local; the gradient of other units is 0. "values": a factor of the
+            values of each unit, retained or not; the gradient is the sum of ⟨v_j, dv_j⟩ over the unit's keys and the
+            heads that share it, in float32.
         impl: "triton" (heads up to 256), "reference", "gluon", our kernels for Hopper (bfloat16 or float16, K and V of
             64 or 128, no `until`), or None, the fastest that supports the call; with K = 128 only "gluon" selects
             Gluon.
@@ -65,16 +72,19 @@ def kept_attention(
     Raises:
         ValueError: a wrong shape, dtype, device or option, or an `impl` that does not support the call.
     """
-    window, scale, impl = _check(q, k, v, keep, unit, window, until, scale, cu_seqlens, impl)
+    window, scale, impl = _check(q, k, v, keep, unit, window, until, scale, cu_seqlens, keep_gradient, impl)
     x = autograd.Inputs(
-        q=q, k=k, v=v, keep=keep, until=until, cu_seqlens=cu_seqlens, unit=unit, window=window, scale=scale, impl=impl
-    )
+        q=q, k=k, v=v, keep=keep, until=until, cu_seqlens=cu_seqlens, unit=unit, window=window, scale=scale,
+        keep_gradient=keep_gradient, impl=impl,
+    )  # fmt: skip
     o, lse = kept_attention_by_blocks(x) if takes_blocks(x) else autograd.kept_attention(*x)
     return AttentionOutput(o, lse.transpose(1, 2))
 
 
 @Checked
-def _check(q, k, v, keep, unit, window, until, scale, cu_seqlens, impl) -> tuple[int | None, float, str | None]:
+def _check(
+    q, k, v, keep, unit, window, until, scale, cu_seqlens, keep_gradient, impl
+) -> tuple[int | None, float, str | None]:
     """Validate a call; return the clamped window, the scale and the implementation."""
     op = "kept_attention"
     dims = checks.bind_shapes(
@@ -91,6 +101,8 @@ def _check(q, k, v, keep, unit, window, until, scale, cu_seqlens, impl) -> tuple
         raise ValueError(f"{op}: unit must be 1 or a multiple of 64, got {unit!r}")
     if window is not None and (isinstance(window, bool) or not isinstance(window, int) or window < 1):
         raise ValueError(f"{op}: window must be None or an integer of at least 1, got {window!r}")
+    if keep_gradient not in get_args(KeepGradient):
+        raise ValueError(f"{op}: keep_gradient must be 'exponentials' or 'values', got {keep_gradient!r}")
     _check_packed(op, dims, q, cu_seqlens)
     units = cdiv(dims["TK"], unit)
     if cu_seqlens is not None and unit > 1:

@@ -24,6 +24,7 @@ class Inputs(NamedTuple):
     unit: int
     window: int | None
     scale: float
+    keep_gradient: str
     impl: str | None
 
 
@@ -66,8 +67,9 @@ def _forward(x: Inputs) -> Outputs:
         from tokenmix_core.ops.sparse_attention.reference import kept_attention_reference
 
         o, lse = kept_attention_reference(
-            x.q, x.k, x.v, x.keep, unit=x.unit, window=x.window, until=x.until, scale=x.scale, cu_seqlens=x.cu_seqlens
-        )
+            x.q, x.k, x.v, x.keep, unit=x.unit, window=x.window, until=x.until, scale=x.scale, cu_seqlens=x.cu_seqlens,
+            keep_gradient=x.keep_gradient,
+        )  # fmt: skip
         return out._replace(o=o.contiguous(), lse=lse.transpose(1, 2).contiguous())
     from tokenmix_core.ops.sparse_attention.forward import kept_attention_forward
     from tokenmix_core.ops.sparse_attention.mask import list_units
@@ -101,7 +103,7 @@ def _backward(given: BackwardInputs) -> Gradients:
         dlse = None if dlse is None else dlse.transpose(1, 2)
         *grads, d_keep = kept_attention_reference_backward(
             q=x.q, k=x.k, v=x.v, keep=x.keep, o=out.o, do=do, dlse=dlse, until=x.until, cu_seqlens=x.cu_seqlens,
-            unit=x.unit, window=x.window, scale=x.scale,
+            unit=x.unit, window=x.window, scale=x.scale, keep_gradient=x.keep_gradient,
         )  # fmt: skip
         d_keep = d_keep.to(x.keep.dtype) if through_keep else x.keep.new_empty(0)
         return Gradients(*(grad.contiguous() for grad in (*grads, d_keep)))
@@ -111,7 +113,7 @@ def _backward(given: BackwardInputs) -> Gradients:
     keys, keep = _key_lists(x, out), x.keep if through_keep else None
     dq, delta, bias = kept_attention_backward_queries(x.q, x.k, x.v, out.o, do, out.lse, dlse, keys, x.scale, x.impl)
     dk, dv, d_keep = kept_attention_backward_keys(
-        x.q, x.k, x.v, do, out.lse, delta, bias, keys, x.scale, keep=keep
+        x.q, x.k, x.v, do, out.lse, delta, bias, keys, x.scale, keep=keep, keep_gradient=x.keep_gradient
     )  # fmt: skip
     zero_padding(x.cu_seqlens, dq, dk, dv, d_keep if x.unit == 1 else None)
     return Gradients(dq, dk, dv, x.keep.new_empty(0) if d_keep is None else d_keep)
@@ -131,7 +133,7 @@ def _save(ctx, inputs, output):
     x, out = Inputs(*inputs), Outputs(*output)
     ctx.save_for_backward(x.q, x.k, x.v, x.keep, *out, x.until, x.cu_seqlens)
     ctx.through_keep = bool(ctx.needs_input_grad[3]) and x.keep.is_floating_point()
-    ctx.options = dict(unit=x.unit, window=x.window, scale=x.scale, impl=x.impl)
+    ctx.options = dict(unit=x.unit, window=x.window, scale=x.scale, keep_gradient=x.keep_gradient, impl=x.impl)
     ctx.set_materialize_grads(False)
 
 

@@ -50,9 +50,9 @@ def _sum_keep(dm, d_keep, cu_seqlens, TK, U, H, HM, N, UNIT: tl.constexpr, BU: t
 
 
 def kept_attention_backward_keys(
-    q, k, v, do, lse, delta, bias, keys: KeyLists, scale, *, keep: Tensor | None
+    q, k, v, do, lse, delta, bias, keys: KeyLists, scale, *, keep: Tensor | None, keep_gradient: str
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return dk and dv and, unless `keep` is None, the gradient of `keep`.
+    """Return dk and dv and, unless `keep` is None, the gradient of `keep` that `keep_gradient` names.
 
     `bias` are the bias columns that the Gluon dQ kernel wrote; the Gluon kernel runs if they are given, else the
     portable one.
@@ -68,7 +68,8 @@ def kept_attention_backward_keys(
 
         launch = functools.partial(backward_keys, q=q, k=k, v=v, do=aligned(do), bias=bias, keys=keys, scale=scale)
         other = dict(tile=AttentionTile(TILE, TILE, 4, 2), launch=launch)
-    listed_keys_backward(q, k, v, do, lse, delta, dk, dv, keys, scale, dm=dm, **other)
+    values = keep is not None and keep_gradient == "values"
+    listed_keys_backward(q, k, v, do, lse, delta, dk, dv, keys, scale, dm=dm, values=values, **other)
     if keep is None:
         return dk, dv, None
     d_keep = torch.empty_like(keep, memory_format=torch.contiguous_format)

@@ -35,16 +35,19 @@ def kept_attention_reference(
     until: Int[Tensor, "B TK H"] | None = None,
     scale: float | None = None,
     cu_seqlens: Int[Tensor, "N_plus_1"] | None = None,
+    keep_gradient: str = "exponentials",
 ) -> AttentionOutput:
     """Compute attention as `kept_attention` defines it, differentiable by autograd, also in a float `keep`.
 
-    The exponential of a retained key that is not local has a factor of 1; the gradient of `keep` is that of this
-    factor.
+    The gradient of `keep` is that of a factor of 1: with "exponentials" of the exponential of a retained key that is
+    not local, with "values" of a key's value.
     """
     scale = float(q.shape[-1] ** -0.5) if scale is None else scale
     weights = _by_token(keep, k, unit, cu_seqlens)
     # a bias of 0 on the scores (a factor of 1 on their exponentials), whose gradient is that of `keep`
     bias = wide(weights) - wide(weights).detach() if weights.is_floating_point() else None
+    if bias is not None and keep_gradient == "values":
+        v, bias = v * (1 + bias).to(v.dtype).unsqueeze(-1), None
     found = []
     for block in _blocks(q, k, is_kept(weights), unit, window, until, cu_seqlens):
         b_q, b_k, b_v = q[:, block.queries], k[:, block.keys], v[:, block.keys]
@@ -69,6 +72,7 @@ def kept_attention_reference_backward(
     until: Int[Tensor, "B TK H"] | None,
     scale: float,
     cu_seqlens: Int[Tensor, "N_plus_1"] | None,
+    keep_gradient: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the gradients of q, k, v and `keep` (as a float) by the formulas of the kernels (README.md)."""
     delta = (wide(o) * do).sum(-1)
@@ -88,8 +92,9 @@ def kept_attention_reference_backward(
         dk[:, block.keys] += torch.einsum("bhgij,bihgk->bjhk", ds, b_q) * scale
         dv[:, block.keys] += torch.einsum("bhgij,bihgv->bjhv", p, b_do)
     d_keep = d_kept.new_zeros(keep.shape)
+    d_kept = (wide(v) * dv).sum(3) if keep_gradient == "values" else d_kept * kept
     # sum over the key heads that share a head of `keep`
-    d_kept = (d_kept * kept).unflatten(2, (keep.shape[2], -1)).sum(3)
+    d_kept = d_kept.unflatten(2, (keep.shape[2], -1)).sum(3)
     d_keep.index_add_(1, units_of_tokens(k.shape[1], unit, cu_seqlens, k.device), d_kept)
     return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), d_keep
 

@@ -45,8 +45,11 @@ def store_rows(p_x, b_x, o_t, m_t, stride, D: tl.constexpr, BD: tl.constexpr):
 
 
 @triton.jit
-def store_gradients(outputs, sums, tile: ColumnTile, o_k, m_k, TK, H, scale, config: Config):
-    """Write dk, dv and, unless None, dm (the gradient of `keep`) of the keys at positions `o_k` where `m_k` is true."""
+def store_gradients(outputs, sums, tile: ColumnTile, o_k, m_k, TK, H, scale, config: Config, VALUES: tl.constexpr):
+    """Write dk, dv and, unless None, dm (the gradient of `keep`) of the keys at positions `o_k` where `m_k` is true.
+
+    With VALUES, keys that are not retained have a gradient too.
+    """
     dk, dv, dm = outputs
     b_dk, b_dv, b_dm = sums
     i_b, i_h, start, _, kept, _, _, _, _ = tile
@@ -54,7 +57,9 @@ def store_gradients(outputs, sums, tile: ColumnTile, o_k, m_k, TK, H, scale, con
     store_rows(dk + (o_row * H + i_h) * config.K, b_dk * scale, o_k, m_k, H * config.K, config.K, config.BK)
     store_rows(dv + (o_row * H + i_h) * config.V, b_dv, o_k, m_k, H * config.V, config.V, config.BV)
     if dm is not None:
-        tl.store(dm + (i_b * H + i_h) * TK + start + o_k, tl.where(kept, b_dm, 0.0), mask=m_k)
+        if not VALUES:
+            b_dm = tl.where(kept, b_dm, 0.0)
+        tl.store(dm + (i_b * H + i_h) * TK + start + o_k, b_dm, mask=m_k)
 
 
 @cached_launch
@@ -64,7 +69,7 @@ def _listed_keys_backward(
     totals, s_qb, s_qt, s_qh, s_kb, s_kt, s_kh, s_vb, s_vt, s_vh, s_db, s_dt, s_dh, s_ub, s_ut, s_uh,
     B, TQ, TK, U, HQ, H, HM, N, tiles, window, scale,
     K: tl.constexpr, V: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-    UNIT: tl.constexpr, WINDOW: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr,
+    UNIT: tl.constexpr, WINDOW: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr, VALUES: tl.constexpr,
 ):  # fmt: skip
     """Compute one work tile per program: a tile of keys by some of its query tiles, in all heads of the GQA group."""
     i_w = tl.program_id(0)
@@ -104,7 +109,7 @@ def _listed_keys_backward(
     p_q = q + i_b * s_qb + start * s_qt + i_hq * s_qh
     p_do = do + i_b * s_db + start * s_dt + i_hq * s_dh
     o_row = (i_b * HQ + i_hq) * TQ + start
-    mask = ColumnsVisibleTo(o_k, shift, b_away if dm is not None else None, b_end)
+    mask = ColumnsVisibleTo(o_k, shift, b_away if dm is not None and not VALUES else None, b_end)
     unmasked = tl.maximum(full_max - full_min, 1)
     for i in range(0, (full_max - full_min) * (HQ // H)):
         i_g = (i // unmasked).to(tl.int64)
@@ -123,12 +128,15 @@ def _listed_keys_backward(
         sums = dkdv_step(
             sums, kv, given, i_q, mask, scale * LOG2_E, Config(K, V, BK, BV, PRECISION, LISTED=True), BM, True
         )
+    b_dk, b_dv, b_dm = sums
+    if VALUES:
+        b_dm = tl.sum(b_dv * b_v.to(tl.float32), 1)
     if tl.load(p_fact + SPLITS * tiles) == 1:
         store_gradients(
-            (dk, dv, dm), sums, tile, o_k, m_k, TK, H, scale, Config(K, V, BK, BV, PRECISION, LISTED=True)
+            (dk, dv, dm), (b_dk, b_dv, b_dm), tile, o_k, m_k, TK, H, scale,
+            Config(K, V, BK, BV, PRECISION, LISTED=True), VALUES,
         )  # fmt: skip
     else:
-        b_dk, b_dv, b_dm = sums
         o_n = tl.arange(0, BN)
         o_partial = (tl.load(p_fact + FIRST_PARTIAL * tiles) + split).to(tl.int64) * BN
         store_rows(partial_k + o_partial * BK, b_dk, o_n, m_k, BK, BK, BK)
@@ -142,6 +150,7 @@ def _listed_keys_backward(
 def _sum_partials(
     dk, dv, dm, partial_k, partial_v, partial_m, ranks, lists, facts, partial_tiles, totals, B, TK, U, H, HM, tiles,
     scale, K: tl.constexpr, V: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, UNIT: tl.constexpr,
+    VALUES: tl.constexpr,
 ):  # fmt: skip
     """Add the partial sums of dK and dV of a split tile, in a fixed order, and write the tile's gradients.
 
@@ -166,11 +175,11 @@ def _sum_partials(
         if dm is not None:
             b_dm += tl.load(partial_m + i * BN + tl.arange(0, BN))
     sums = (b_dk, b_dv, b_dm)
-    store_gradients((dk, dv, dm), sums, tile, o_k, o_k < keys, TK, H, scale, Config(K, V, BK, BV, "tf32"))
+    store_gradients((dk, dv, dm), sums, tile, o_k, o_k < keys, TK, H, scale, Config(K, V, BK, BV, "tf32"), VALUES)
 
 
 def listed_keys_backward(
-    q, k, v, do, lse, delta, dk, dv, keys: KeyLists, scale, *, dm=None, most: int | None = None,
+    q, k, v, do, lse, delta, dk, dv, keys: KeyLists, scale, *, dm=None, values: bool = False, most: int | None = None,
     tile: tuning.AttentionTile | None = None, launch: Callable[..., None] | None = None,
 ) -> None:  # fmt: skip
     """Write dk and dv of all keys or, with `most`, only of the listed keys, of which a sequence has at most `most`.
@@ -178,6 +187,7 @@ def listed_keys_backward(
     Args:
         dm: None, or where to write each retained key's sum of dS over the queries that see it as a listed key,
             `[B, H, TK]`.
+        values: write ⟨v, dv⟩ of every key to `dm` instead, from the float32 accumulators of dv.
         tile: tile sizes of the kernel that `launch` launches; None for those of the portable kernel.
         launch: a function that launches another dK/dV kernel on a schedule; None for the portable kernel.
     """
@@ -191,7 +201,7 @@ def listed_keys_backward(
     # arguments of both kernels: gradients, partial sums, and the lists that locate the keys' rows
     written = dict(
         dk=dk, dv=dv, dm=dm, partial_k=partial_k, partial_v=partial_v,
-        partial_m=None if dm is None else lse.new_empty(partials), ranks=keys.ranks, lists=keys.lists,
+        partial_m=None if dm is None else lse.new_empty(partials), ranks=keys.ranks, lists=keys.lists, VALUES=values,
     )  # fmt: skip
     if launch is not None:
         launch(**written, schedule=schedule)

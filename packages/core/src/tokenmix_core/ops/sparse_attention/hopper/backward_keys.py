@@ -5,8 +5,9 @@ smem       K, V (gathered once), bias selectors; stages: Q, dO, bias columns (tw
 iteration  wait Q_i, dO_i
            Sᵀ = bias + K Q_iᵀ, dPᵀ = bias + V dO_iᵀ in flight together (WGMMA); meanwhile cp.async tile i + 1
            wait Sᵀ → Pᵀ = exp2(Sᵀ), mask; dV += Pᵀ dO_i; wait dPᵀ → dSᵀ = Pᵀ ∘ dPᵀ; dK += dSᵀ Q_i
-           d(keep) += row sums of dSᵀ over the queries that see the key as a listed one
-epilogue   all query tiles: rows of dK, dV are scattered; a share: float32 partial sums → workspace
+           d(keep) += row sums of dSᵀ over the queries that see the key as a listed one, unless VALUES
+epilogue   VALUES: d(keep) = row sums of V ∘ dV
+           all query tiles: rows of dK, dV are scattered; a share: float32 partial sums → workspace
 """
 
 from __future__ import annotations
@@ -73,6 +74,7 @@ def _kept_attention_backward_keys(
     s_qb, s_qh, s_kb, s_kh, s_vb, s_vh, s_db, s_dh, B, TQ, TK, U, HQ, H, HM, N, tiles, window, scale,
     s_qt: gl.constexpr, s_kt: gl.constexpr, s_vt: gl.constexpr, s_dt: gl.constexpr,
     K: gl.constexpr, V: gl.constexpr, BT: gl.constexpr, UNIT: gl.constexpr, WINDOW: gl.constexpr, PACKED: gl.constexpr,
+    VALUES: gl.constexpr,
 ):  # fmt: skip
     """Compute one work tile per program: a tile of keys by some or all of its query tiles, for a GQA group."""
     i_w = gl.program_id(0)
@@ -123,7 +125,7 @@ def _kept_attention_backward_keys(
         b_away = away_from(o_k, window, UNIT, WINDOW)
         b_end = gl.where(kept, keys, b_away)
         given = Keys(k_s, v_s, bias_selector(0, BT), bias_selector(PARTS, BT), o_k, scale)
-        mask = ColumnsVisibleTo(o_k, shift, b_away if dm is not None else None, b_end)
+        mask = ColumnsVisibleTo(o_k, shift, b_away if dm is not None and not VALUES else None, b_end)
         span = QuerySpan(queries, m_min, full_min, full_max, m_max, total, None, mask)
         cursor = (m_min, m_min * 0)
         sums = (
@@ -152,6 +154,9 @@ def _kept_attention_backward_keys(
         p_fact = facts + i_x
         units = KeyList(p_list, begin, count)
         o_k = listed_columns(units, column, BT, UNIT, gl.SliceLayout(1, scores))
+        if VALUES:
+            b_dm = gl.sum(b_dv * v_s.load(sums_v).to(gl.float32), 1)
+            b_dm = gl.convert_layout(b_dm, gl.SliceLayout(1, scores))
         if gl.load(p_fact + SPLITS * tiles) == 1:
             k_s.store((b_dk * scale).to(dk.dtype.element_ty))
             v_s.store(b_dv.to(dv.dtype.element_ty))
@@ -164,7 +169,9 @@ def _kept_attention_backward_keys(
             store_gathered(dv + o_row * V, v_s, o_rows, keys, H * V)
             if dm is not None:
                 p_dm = dm + (i_b * H + i_hk) * TK + start + o_k
-                gl.store(p_dm, gl.where(kept, b_dm, 0.0), mask=o_k < keys)
+                if not VALUES:
+                    b_dm = gl.where(kept, b_dm, 0.0)
+                gl.store(p_dm, b_dm, mask=o_k < keys)
         else:
             split = hopper.opaque(i_w) - gl.load(p_fact + FIRST_WORK * tiles)
             o_partial = (gl.load(p_fact + FIRST_PARTIAL * tiles) + split).to(gl.int64) * BT
@@ -176,15 +183,15 @@ def _kept_attention_backward_keys(
 
 def backward_keys(
     q, k, v, do, bias, keys: KeyLists, scale, dk, dv, dm, partial_k, partial_v, partial_m, ranks, lists,
-    schedule: TileSchedule,
+    schedule: TileSchedule, *, VALUES: bool,
 ) -> None:  # fmt: skip
     """Write dk, dv and, unless `dm` is None, each key's term of d(keep); for split tiles, write their partial sums."""
-    small = q.shape[3] == v.shape[3] == 64 and dm is None
+    small = q.shape[3] == v.shape[3] == 64 and (dm is None or VALUES)
     programs = len(schedule.work_tiles)
     _kept_attention_backward_keys[(programs,)](
         q=q, k=k, v=v, do=do, bias=bias, dk=dk, dv=dv, dm=dm, partial_k=partial_k, partial_v=partial_v,
         partial_m=partial_m, ranks=ranks, lists=lists, facts=schedule.facts, work_tiles=schedule.work_tiles,
         totals=schedule.totals, **strides(q=q, k=k, v=v, d=do), B=q.shape[0], **listed_sizes(q, k, keys),
-        tiles=schedule.tiles, scale=scale, **constants(q, v, keys),
+        tiles=schedule.tiles, scale=scale, **constants(q, v, keys), VALUES=VALUES,
         maxnreg=register_limit(programs, 168) if small else None,
     )  # fmt: skip
