@@ -80,6 +80,20 @@ def test_a_stopped_run_goes_on_from_its_folder_alone(converted, tmp_path, capsys
     assert all(torch.equal(a[name], b[name]) for name in a)
 
 
+def test_a_resumed_run_of_a_trained_model_logs_the_counts_of_an_uninterrupted_one(converted, tmp_path):
+    first, whole, cut = (tmp_path / name for name in ("first", "whole", "cut"))
+    assert main(["finetune", str(converted), "--out", str(first), *RUN.split()]) == 0
+    # the averages of a trained model do not start at 0
+    assert main(["finetune", str(first), "--out", str(whole), *RUN.split()]) == 0
+    shutil.copytree(whole, cut)
+    shutil.rmtree(cut / "checkpoint-4")
+    assert main(["finetune", "--resume", str(cut)]) == 0
+    for folder in (whole, cut):
+        lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        averages = weights(folder)["model.layers.1.mixer.sparsity.average"]
+        assert [line["kept/1"] for line in lines if "kept/1" in line][-1] == pytest.approx(32 * float(averages.mean()))
+
+
 def test_fields_of_the_model_apply_and_other_models_are_refused(converted, llama, tmp_path, capsys):
     call = ["--out", str(tmp_path / "run"), *RUN.split()]
     assert main(["finetune", str(llama), *call]) == 2

@@ -9,6 +9,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 from transformers import TrainerCallback
+from transformers.trainer_callback import ExportableState
 
 from tokenmix_core.nn import HeadWeights
 from tokenmix_core.training import AdaptHeadWeights, Recipe
@@ -23,7 +24,7 @@ RISE, FALL = 1.5, 0.5
 SLACK = 0.95
 
 
-class SteerSparsity(AdaptHeadWeights):
+class SteerSparsity(AdaptHeadWeights, ExportableState):
     """Adapts λ so that a head retains about `target` keys of a training row: λ rises if it retains more, else λ falls.
 
     Layers observe the retained fraction of a row's keys, which does not depend on batch size and gradient accumulation.
@@ -43,7 +44,7 @@ class SteerSparsity(AdaptHeadWeights):
     def __init__(self, target: int, length: int) -> None:
         if target < 1 or length < 1:
             raise ValueError(f"target and length must be at least 1, got {target} and {length}")
-        self.length, self.share, self._from_zero = length, target / length, True
+        self.target, self.length, self.share, self.from_zero = target, length, target / length, True
         super().__init__(self.next_weights, every=EVERY, decay=DECAY)
 
     def next_weights(self, weight: Float[Tensor, "H"], average: Float[Tensor, "H"]) -> Float[Tensor, "H"]:
@@ -59,7 +60,18 @@ class SteerSparsity(AdaptHeadWeights):
     def on_train_begin(self, args: Any, state: Any, control: Any, *, model: nn.Module, **_: Any) -> None:
         # if the model was trained before, its averages do not start at 0 and need no correction
         averages = [m.average for m in model.modules() if isinstance(m, HeadWeights)]
-        self._from_zero = state.global_step > 0 or not any(bool(x.any()) for x in averages)
+        self.from_zero = not any(bool(x.any()) for x in averages)
+        if state.global_step > 0:
+            # a resumed run: its checkpoint tells how the averages started
+            saved = (state.stateful_callbacks or {}).get(type(self).__name__, {})
+            self.from_zero = saved.get("attributes", {}).get("from_zero", True)
+
+    def state(self) -> dict[str, Any]:
+        """Return what a checkpoint saves of this callback: its arguments, and whether the averages started at 0."""
+        return {
+            "args": {"target": self.target, "length": self.length},
+            "attributes": {"from_zero": self.from_zero},
+        }
 
     def on_log(
         self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, *, model: nn.Module, **_: Any
@@ -67,7 +79,7 @@ class SteerSparsity(AdaptHeadWeights):
         if not logs or "loss" not in logs:
             return
         backbone: Any = model.get_submodule("model")
-        unbiased = 1 - self.decay**state.global_step if self._from_zero else 1.0
+        unbiased = 1 - self.decay**state.global_step if self.from_zero else 1.0
         for i, mixer in enumerate(backbone.mixers):
             if isinstance(mixer, Lte) and mixer.sparsity is not None:
                 kept = (self.length / unbiased * mixer.sparsity.average.double()).tolist()
