@@ -10,6 +10,7 @@ from tokenmix_core.data.tokenizer import byte_tokenizer
 SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "tie_word_embeddings": False}
 HEADS = {"num_heads": 2, "head_dim": 16}
 LTE = {"num_heads": 2, "window": 8, "cap": 4, "sinks": 1, "dropout": 0.0, "scorer": "mlp"}
+NSA = {"num_heads": 2, "num_kv_heads": 1, "head_dim": 16, "block": 4, "blocks": 3, "window": 8}
 # by mixer: module, class prefix, options; window and cap are shorter than the texts
 MODELS = {
     "attention": ("tokenmix_core.modeling", "Hybrid", {"num_heads": 2}),
@@ -18,6 +19,9 @@ MODELS = {
     "lte": ("tokenmix_lte", "Lte", LTE),
     "nats_l": ("tokenmix_nats_l", "NatsL", HEADS | {"num_softmax_heads": 2, "budget": 0.1}),
     "nha": ("tokenmix_nha", "Nha", {"num_heads": 2, "slots": 8, "window": 8}),
+    "gated_slot_attention": ("tokenmix_nha", "Nha", {"num_heads": 2, "slots": 8}),
+    "gla": ("tokenmix_nha", "Nha", {"num_heads": 2}),
+    "nsa": ("tokenmix_lte", "Lte", NSA),
     "oryx": ("tokenmix_oryx", "Oryx", {"linear_mixer": "gated_delta_net", "num_heads": 2}),
 }
 # mixers whose layers add a loss of their own

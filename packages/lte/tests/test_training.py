@@ -110,6 +110,29 @@ def lines(folder):
     return [[line[name] for name in names] for line in read_metrics(folder / "metrics.jsonl") if "loss" in line]
 
 
+def test_gradients_of_each_example_in_training_mode_are_those_of_single_calls():
+    torch.manual_seed(0)
+    model = LteForCausalLM(nano().model_config()).train()
+    for heads in (module for module in model.modules() if isinstance(module, HeadWeights)):
+        # a sparsity loss that shows in the gradients
+        heads.weight.fill_(0.5)
+    ids = torch.randint(model.config.vocab_size, (2, 32))
+
+    def loss(parameters, row):
+        inputs = {"input_ids": row[None], "labels": row[None], "use_cache": False}
+        return torch.func.functional_call(model, parameters, (), inputs).loss
+
+    parameters = {name: x.detach() for name, x in model.named_parameters()}
+    found = torch.vmap(torch.func.grad(loss), (None, 0), randomness="different")(parameters, ids)
+    observed = [float(module.count) for module in model.modules() if isinstance(module, HeadWeights)]
+    assert observed == [0]
+    for i, row in enumerate(ids):
+        model.zero_grad()
+        loss(dict(model.named_parameters()), row).backward()
+        for name, x in model.named_parameters():
+            torch.testing.assert_close(found[name][i], x.grad, rtol=1e-4, atol=1e-6, msg=name)
+
+
 class StopAt(TrainerCallback):
     def __init__(self, step):
         self.step = step

@@ -6,6 +6,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from tokenmix_core.kernels.launch import compat
 from tokenmix_core.nn.dtypes import KeepsFloat32
 from tokenmix_core.nn.init import is_loaded
 
@@ -50,6 +51,11 @@ class HeadWeights(KeepsFloat32):
 
     @torch.no_grad()
     def observe(self, values: Float[Tensor, "N H"]) -> None:
-        """Add N observed values of each head to `total`, and N to `count`."""
+        """Add N observed values of each head to `total`, and N to `count`.
+
+        Under `torch.func` transforms, whose functions cannot change a buffer, nothing is added.
+        """
+        if compat.in_transform():
+            return
         self.total += values.float().sum(0)
         self.count += values.shape[0]
