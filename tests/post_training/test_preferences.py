@@ -1,4 +1,4 @@
-"""DPO, GRPO and reward models: the values of the first step follow from plain formulas."""
+"""DPO, GRPO, RLOO and reward models: the values of the first step follow from plain formulas."""
 
 import math
 
@@ -6,7 +6,16 @@ import pytest
 import torch
 from datasets import Dataset
 from tests.post_training.models import LTE, build
-from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, RewardConfig, RewardTrainer
+from trl import (
+    DPOConfig,
+    DPOTrainer,
+    GRPOConfig,
+    GRPOTrainer,
+    RewardConfig,
+    RewardTrainer,
+    RLOOConfig,
+    RLOOTrainer,
+)
 
 from tokenmix_core.integrations import count_auxiliary_losses
 
@@ -111,3 +120,20 @@ def test_the_first_loss_of_a_reward_model_is_that_of_its_own_scores(mixer, setti
     expected = -torch.nn.functional.logsigmoid(torch.tensor(margins)).mean().item()
     assert losses[0] == pytest.approx(expected, abs=1e-5)
     assert losses[1] < losses[0]
+
+
+def test_rloo_starts_at_its_reference_and_leaves_it(mixer, folder, settings, tokenizer):
+    scores = iter(range(100))
+    trainer = RLOOTrainer(
+        folder,
+        lambda completions, **_: [float(next(scores)) for _ in completions],
+        args=RLOOConfig(**settings, beta=0.1, max_completion_length=12, num_generations=2),
+        train_dataset=Dataset.from_list([{"prompt": prompt} for prompt in PROMPTS]),
+        processing_class=tokenizer,
+    )
+    trainer.train()
+    history = [entry for entry in trainer.state.log_history if "loss" in entry]
+    # the ratio to the sampling policy is 1, and advantages of a prompt's completions sum to zero
+    assert history[0]["loss"] == pytest.approx(0, abs=1e-5)
+    assert history[0]["kl"] == pytest.approx(0, abs=1e-5)
+    assert abs(history[1]["kl"]) > 1e-5

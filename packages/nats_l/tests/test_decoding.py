@@ -18,7 +18,7 @@ from tokenmix_core.testing.closeness import relative_error
 from tokenmix_core.testing.fake_cuda_graph import Watched, capture_work
 from tokenmix_core.testing.mixers import run_in_parts
 from tokenmix_core.testing.models import left_padded, logits_in_parts
-from tokenmix_nats_l import decoding
+from tokenmix_nats_l import decoding, packed
 from tokenmix_nats_l.config import NatsLConfig
 from tokenmix_nats_l.mixer import NatsL
 from tokenmix_nats_l.model import NatsLForCausalLM
@@ -97,15 +97,39 @@ def test_padded_prompts_of_all_variants_continue_as_single_sequences(options):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize(
-    "options", [{}, {"types": "alternate"}, {"own_chunk": "linear"}, {"own_chunk": "softmax"}, {"decay": False}]
-)
+@pytest.mark.parametrize("options", [{}, {"chunk": 128}, {"types": "alternate"}, {"own_chunk": "linear"}])
+@pytest.mark.parametrize("seed", range(3))
+def test_sequences_of_different_lengths_continue_in_one_call_of_attention(options, seed, monkeypatch):
+    model, rng, calls = build(**options), random.Random(seed), []
+    attend = packed.attend
+    monkeypatch.setattr(packed, "attend", lambda *x: calls.append(1) or attend(*x))
+    monkeypatch.setattr(packed, "_extend_in_groups", None)
+    split = [110, 20, 1, *(rng.choice([2, 7, 63, 64, 65, 130, 200]) for _ in range(4))]
+    total = sum(split)
+    # a row can have no token in the first calls, and equal or different lengths
+    lengths = [total, total - 64, rng.randrange(1, total - 110), rng.randrange(total - 110, total), total]
+    ids, mask = drawn_ids(rng, 5, total), left_padded(lengths, total)
+    cache, logits, end = model.make_cache(), [], 0
+    for count in split:
+        calls.clear()
+        start, end = end, end + count
+        part = model(ids[:, start:end], attention_mask=mask[:, :end], past_key_values=cache)
+        logits.append(part.logits)
+        # the first call has no open chunks, and a step of one token has its own form
+        assert count == 1 or not start or len(calls) == model.config.num_hidden_layers
+    for row, tokens, n in zip(torch.cat(logits, 1), ids, lengths, strict=True):
+        alone = model(tokens[None, -n:], use_cache=False).logits[0]
+        assert relative_error(row[-n:], alone) < 1e-11, (split, n)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("options", [{"own_chunk": "softmax"}, {"decay": False}])
 def test_rows_with_equally_filled_chunks_are_processed_together(options, monkeypatch):
     model, rng = build(**options), random.Random(0)
     # the first and last of equal length, the second one chunk shorter, and a different one
     lengths, groups = [150, 86, 33, 150], []
-    uniform = decoding._extend_uniform
-    monkeypatch.setattr(decoding, "_extend_uniform", lambda *x: groups.append(len(x[1])) or uniform(*x))
+    uniform = packed.extend_uniform
+    monkeypatch.setattr(packed, "extend_uniform", lambda *x: groups.append(len(x[1])) or uniform(*x))
     for split in ([110, 20, 1, 19], [100, *random_split(50, rng)]):
         total = sum(split)
         ids, mask = drawn_ids(rng, 4, total), left_padded(lengths, total)
@@ -185,7 +209,7 @@ def test_heads_retain_different_tokens():
 @pytest.mark.parametrize("options", [{}, {"types": "alternate"}, {"own_chunk": "softmax"}])
 def test_requested_pages_are_those_in_use(options, monkeypatch):
     # always synchronise
-    monkeypatch.setattr(decoding, "_BLOCK", 0)
+    monkeypatch.setattr(decoding, "BLOCK", 0)
     model, ids = build(**options), drawn_ids(random.Random(0), 2, 720)
     whole = model(ids, use_cache=False).logits
     for split in ([700, 20], [70, 260, 1, 63, 326]):
@@ -211,7 +235,7 @@ def test_prompt_operations_do_not_depend_on_length_and_synchronise_once(monkeypa
         state.span = Span(1, T, torch.device("cpu"))
         tokens, _ = layer.project(x, None, None, None, step=False)
         with Watched(lambda func, *_: seen.append(func) if not func.is_view else None):
-            decoding.extend(layer, x, tokens, state)
+            packed.extend(layer, x, tokens, state)
         return len(seen)
 
     assert operations(2 * 64) == operations(32 * 64) <= 35
@@ -293,7 +317,7 @@ def test_a_padded_prompt_reads_lengths_once_for_all_layers(monkeypatch):
         return read(span)
 
     monkeypatch.setattr(Span, "on_host", type(Span.__dict__["on_host"])(on_host))
-    monkeypatch.setattr(decoding, "_extend_in_groups", None)
+    monkeypatch.setattr(packed, "_extend_in_groups", None)
     assert sum(isinstance(mixer, NatsL) for mixer in model.model.mixers) > 1
     ids, mask = drawn_ids(random.Random(0), 3, 140), left_padded([140, 70, 3], 140)
     model(ids, attention_mask=mask, past_key_values=model.make_cache())

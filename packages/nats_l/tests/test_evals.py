@@ -141,7 +141,7 @@ def test_retained_tokens_are_those_of_complete_softmax_chunks(types, chunks):
 
 def test_bytes_allocated_follow_the_tokens_of_each_head(monkeypatch):
     # as for calls of many chunks: the pages in use are read before memory is allocated
-    monkeypatch.setattr(decoding, "_BLOCK", 0)
+    monkeypatch.setattr(decoding, "BLOCK", 0)
     model, lengths = build(), (640,)
     rows = run(model, "held", lengths=lengths)["rows"]
     for row in rows[1:]:

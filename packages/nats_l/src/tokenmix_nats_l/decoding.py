@@ -8,16 +8,13 @@ a softmax chunk are retained, and the running state becomes the state of the chu
 
 from __future__ import annotations
 
-from functools import partial
-from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from tokenmix_core.chunking import chunk_slots, cu_seqlens_from_lengths, sequence_ids, slot_ids
 from tokenmix_core.kernels import Asked
-from tokenmix_core.nn import LayerState, Pages, Rotation, StatePart, at_least_float32, normed_for_step
+from tokenmix_core.nn import LayerState, Pages, Rotation, at_least_float32, normed_for_step
 from tokenmix_core.ops import (
     attention_decode,
     gated_delta_rule_step,
@@ -26,15 +23,15 @@ from tokenmix_core.ops import (
     rotate_step,
     unless_gluon,
 )
-from tokenmix_nats_l.ablations import past_chunk_attention, past_chunk_attention_of_last, read_state
+from tokenmix_nats_l.ablations import past_chunk_attention_of_last, read_state
 from tokenmix_nats_l.chunks import ChunkTypes, Tokens, chunk_means
 
 if TYPE_CHECKING:
     from tokenmix_nats_l.mixer import NatsL
 
 # maximum number of chunks of a call for which lists grow by an upper bound, without the host reading their lengths;
-# also the number of chunks of each row that `_begin_packed` retains at once
-_BLOCK = 32
+# also the number of chunks of each row that `packed.py` retains at once
+BLOCK = 32
 
 
 def step(layer: NatsL, x: Tensor, tokens: Tokens, state: LayerState, rotary: Rotation | None) -> tuple[Tensor, Tensor]:
@@ -44,7 +41,7 @@ def step(layer: NatsL, x: Tensor, tokens: Tokens, state: LayerState, rotary: Rot
     stores k and v.
     """
     span, fit = state.span, layer.fit
-    _prepare(state, x, len(x))
+    prepare(state, x, len(x))
     start, recurrent, decay = state.start.value, state.recurrent.value, state.decay.value
     keys, values = state.open_keys.value, state.open_values.value
 
@@ -81,26 +78,7 @@ def step(layer: NatsL, x: Tensor, tokens: Tokens, state: LayerState, rotary: Rot
     return linear, softmax
 
 
-def extend(layer: NatsL, x: Tensor, tokens: Tokens, state: LayerState) -> tuple[Tensor, Tensor]:
-    """Compute several tokens of each sequence and update the state; return both outputs `[B, T, HA, VA]`.
-
-    The tokens have the layout of `state.span`: dense, or packed without padding.
-    """
-    span = state.span
-    if span.uniform:
-        return _extend_uniform(layer, x, tokens, state, span.past % layer.chunk, span.past // layer.chunk)
-    boundaries, before = span.on_host
-    x, *flat = (y.flatten(0, 1).unsqueeze(0) for y in (x, *tokens))
-    packed = type(tokens)(*flat)
-    _prepare(state, x, span.batch)
-    if not any(before) and layer.own_chunk != "softmax" and layer.decay:
-        linear, softmax = _begin_packed(layer, x, packed, state, boundaries)
-    else:
-        linear, softmax = _extend_in_groups(layer, x, packed, state, boundaries, before)
-    return linear.view_as(tokens.softmax_v), softmax.view_as(tokens.softmax_v)
-
-
-def _extend_uniform(
+def extend_uniform(
     layer: NatsL,
     x: Tensor,
     tokens: Tokens,
@@ -117,7 +95,7 @@ def _extend_uniform(
     types = _types(layer, _means(layer, state, x, fill), index, among)
     # start to copy the page counts to the host before the long kernels, and read them after these kernels are launched
     known = _pages(layer, state, types, (fill + T) // C)
-    softmax = _attend(layer, tokens, types, state, fill)
+    softmax = attend(layer, tokens, types, state, fill)
 
     # head: new tokens of the open chunk; whole: tokens of complete chunks; the rest begin the next open chunk
     head = min(C - fill, T) if fill else 0
@@ -139,107 +117,19 @@ def _extend_uniform(
         o, after = layer.delta_rule(chunks, types.linear[:, slots], state.recurrent.value)
         outputs.append(o)
         state.recurrent.value, state.start.value = after, after.clone()
-        _retain(layer, state, chunks.softmax_k, chunks.softmax_v, types.softmax[:, slots] > 0.5, known)
+        retain(layer, state, chunks.softmax_k, chunks.softmax_v, types.softmax[:, slots] > 0.5, known)
     if head + whole < T:
         outputs.append(_append(layer, x, tokens, state, slice(head + whole, T), 0))
-    _prepare(state, x, len(x))
+    prepare(state, x, len(x))
     # `set` detaches tensors: gradients pass between the chunks of one call, but not from call to call
-    for name in _TENSORS:
+    for name in TENSORS:
         getattr(state, name).set(getattr(state, name).value)
     return _joined(outputs), softmax
 
 
-def _begin_packed(
-    layer: NatsL, x: Tensor, tokens: Tokens, state: LayerState, boundaries: list[int]
-) -> tuple[Tensor, Tensor]:
-    """Compute packed sequences that begin with an empty state, such as padded prompts.
-
-    One call of attention computes all tokens. One call of the delta rule computes the complete chunks of all sequences,
-    and a second one the open chunks, starting from the final states of the first.
-    """
-    C, device, N = layer.chunk, x.device, len(boundaries) - 1
-    span = state.span
-    cu_seqlens = cu_seqlens_from_lengths(span.after - span.before)
-    types = layer.types_of(x, cu_seqlens)
-    attend = layer.attend if layer.own_chunk == "both" else partial(past_chunk_attention, layer)
-    softmax = attend(tokens, types.softmax, cu_seqlens)
-
-    lengths = cu_seqlens.diff()
-    wholes, sequence = lengths // C * C, sequence_ids(cu_seqlens, x.shape[1])
-    position = torch.arange(x.shape[1], device=device) - cu_seqlens[sequence]
-    # a stable sort: first the tokens of complete chunks, then those of open chunks
-    order = (position >= wholes[sequence]).to(torch.uint8).argsort(stable=True)
-    total = sum((end - start) // C * C for start, end in pairwise(boundaries))
-    first, last = (type(tokens)(*(y[:, at] for y in tokens)) for at in (order[:total], order[total:]))
-    outputs, start = [], state.start.value
-    if total:
-        ends = cu_seqlens_from_lengths(wholes)
-        # each complete chunk's index: `at` among the chunks of all tokens, `slots` among complete chunks only
-        at, slots = slot_ids(cu_seqlens, x.shape[1], C)[order[:total:C]], slot_ids(ends, total, C)[::C]
-        writes = types.linear.new_ones(1, chunk_slots(1, total, C, ends), layer.num_heads)
-        writes = writes.index_copy(1, slots.long(), types.linear[:, at])
-        o, start = layer.delta_rule(first, writes, None, ends)
-        outputs.append(o)
-    running = start.clone()
-    if total < x.shape[1]:
-        o, running = layer.delta_rule(last, None, start, cu_seqlens_from_lengths(lengths - wholes))
-        outputs.append(o)
-        rows, offsets = sequence[order[total:]], position[order[total:]] % C
-        state.decay.value = state.decay.value.index_add(0, rows, layer.fit.gates(last.g)[0])
-        state.inputs.value = state.inputs.value.index_add(0, rows, at_least_float32(x[0, order[total:]]))
-        state.open_keys.value[rows, offsets] = last.softmax_k[0].detach()
-        state.open_values.value[rows, offsets] = last.softmax_v[0].detach()
-    state.start.value, state.recurrent.value = start, running
-    for name in _TENSORS:
-        getattr(state, name).set(getattr(state, name).value)
-
-    # retain keys and values, for _BLOCK chunks of every sequence at a time
-    slots = (cu_seqlens[:-1] // C + torch.arange(N, device=device)).unsqueeze(1)
-    longest = max((end - start) // C for start, end in pairwise(boundaries))
-    for begin in range(0, longest, _BLOCK):
-        i = torch.arange(begin * C, min(begin + _BLOCK, longest) * C, device=device)
-        there = i < wholes.unsqueeze(1)
-        at = torch.where(there, cu_seqlens[:-1, None] + i, 0)
-        first, there = i[::C], there[:, ::C]
-        take = (types.softmax[0, torch.where(there, slots + first // C, 0)] > 0.5) & there.unsqueeze(-1)
-        _retain(layer, state, tokens.softmax_k[0, at], tokens.softmax_v[0, at], take)
-    return torch.cat(outputs, 1)[:, order.argsort()], softmax
-
-
-def _extend_in_groups(
-    layer: NatsL, x: Tensor, tokens: Tokens, state: LayerState, boundaries: list[int], before: list[int]
-) -> tuple[Tensor, Tensor]:
-    """Extend packed sequences in groups with equal length of the open chunk and equal number of new tokens."""
-    groups: dict[tuple[int, int], list[int]] = {}
-    for n, (start, end) in enumerate(pairwise(boundaries)):
-        groups.setdefault((before[n] % layer.chunk, end - start), []).append(n)
-    create_lists(state)
-    kept: list[tuple[StatePart, list[int]]] = [(state.kept, [])] * len(before)
-    indices, outputs = [], []
-    for (fill, length), members in groups.items():
-        rows = torch.tensor(members, device=x.device)
-        apart = _rows(layer, state, members, rows)
-        for i, n in enumerate(members):
-            kept[n] = apart.kept, [i]
-        if length == 0:
-            continue
-        at = torch.tensor([range(boundaries[n], boundaries[n] + length) for n in members], device=x.device)
-        here = type(tokens)(*(y[0, at] for y in tokens))
-        chunks = state.span.before[rows].unsqueeze(1) // layer.chunk
-        both = _extend_uniform(layer, x[0, at], here, apart, fill, chunks, (rows, len(before)))
-        outputs.append([y.flatten(0, 1) for y in both])
-        indices.append(at.flatten())
-        for name in _TENSORS:
-            getattr(state, name).value[rows] = getattr(apart, name).value
-    state.kept.gather_rows(kept)
-    back = torch.cat(indices).argsort()
-    linear, softmax = (torch.cat(y)[back] for y in zip(*outputs, strict=True))
-    return linear, softmax
-
-
 def _append(layer: NatsL, x: Tensor, tokens: Tokens, state: LayerState, here: slice, fill: int) -> Tensor:
     """Append tokens to the open (incomplete) chunk, which has `fill` tokens; return the delta rule's outputs."""
-    _prepare(state, x, len(x))
+    prepare(state, x, len(x))
     new = type(tokens)(*(y[:, here] for y in tokens))
     o, after = layer.delta_rule(new, None, state.recurrent.value)
     if layer.own_chunk == "softmax":
@@ -253,7 +143,7 @@ def _append(layer: NatsL, x: Tensor, tokens: Tokens, state: LayerState, here: sl
     return o
 
 
-def _attend(layer: NatsL, tokens: Tokens, types: ChunkTypes, state: LayerState, fill: int) -> Tensor:
+def attend(layer: NatsL, tokens: Tokens, types: ChunkTypes, state: LayerState, fill: int) -> Tensor:
     """Return attention from the new tokens to retained chunks, to the open (incomplete) chunk, and to each other."""
     C, kept = layer.chunk, state.kept
     keys, values, marks = [tokens.softmax_k], [tokens.softmax_v], [types.softmax]
@@ -298,7 +188,7 @@ def _types(layer: NatsL, means: Tensor, first: int | Tensor, among: tuple[Tensor
 
 def _pages(layer: NatsL, state: LayerState, types: ChunkTypes, ending: int) -> tuple[Asked, Asked] | None:
     """Start to copy the page counts after `ending` chunks to the host; None if an upper bound is known to suffice."""
-    if ending <= _BLOCK:
+    if ending <= BLOCK:
         return None
     pages = types.softmax[:, :ending].sum(1, dtype=torch.int32)
     if state.kept.tensors:
@@ -306,7 +196,7 @@ def _pages(layer: NatsL, state: LayerState, types: ChunkTypes, ending: int) -> t
     return Asked(layer.group * pages.sum(1).max()), Asked(pages.max())
 
 
-def _retain(
+def retain(
     layer: NatsL,
     state: LayerState,
     k: Tensor,
@@ -338,7 +228,7 @@ def _close(
     take = softmax if rows is None else softmax & rows.unsqueeze(-1)
     bare = decay.exp()[..., None, None] * start if layer.decay else start
     recurrent = torch.where(layer.fit.gates(take)[..., None, None], bare, recurrent)
-    _retain(layer, state, state.open_keys.value, state.open_values.value, take.unsqueeze(1), known)
+    retain(layer, state, state.open_keys.value, state.open_values.value, take.unsqueeze(1), known)
     if rows is None:
         rows = torch.ones(len(start), dtype=torch.bool, device=start.device)
     # copy: decoding steps overwrite the running state
@@ -348,12 +238,12 @@ def _close(
     state.inputs.put(state.inputs.value.masked_fill(rows.unsqueeze(-1), 0.0))
 
 
-_TENSORS = ("recurrent", "start", "decay", "inputs", "open_keys", "open_values")
+TENSORS = ("recurrent", "start", "decay", "inputs", "open_keys", "open_values")
 
 
-def _prepare(state: LayerState, like: Tensor, batch: int) -> None:
+def prepare(state: LayerState, like: Tensor, batch: int) -> None:
     """Allocate the tensors of the state, filled with zeros, before the first call."""
-    for name in _TENSORS:
+    for name in TENSORS:
         getattr(state, name).get(batch, like)
 
 
@@ -361,12 +251,3 @@ def create_lists(state: LayerState) -> None:
     """Create empty lists of retained tokens, unless the state already has lists."""
     if not state.kept.tensors:
         state.kept.allocate(len(state.open_keys.value), state.open_keys.value)
-
-
-def _rows(layer: NatsL, state: LayerState, members: list[int], rows: Tensor) -> LayerState:
-    """Return a new state with copies of the rows `members` of all tensors."""
-    apart = layer.make_state()
-    for name in _TENSORS:
-        getattr(apart, name).value = getattr(state, name).value[rows]
-    apart.kept.gather_rows([(state.kept, members)])
-    return apart

@@ -43,10 +43,11 @@ from tokenmix_nats_l.chunks import (
     learned_types,
     real_chunks,
 )
-from tokenmix_nats_l.decoding import create_lists, extend, step
+from tokenmix_nats_l.decoding import create_lists, step
 from tokenmix_nats_l.exporting import exports, mix_exported
 from tokenmix_nats_l.ops import merge_operations
 from tokenmix_nats_l.ops.merge.reference import merge_by_norms
+from tokenmix_nats_l.packed import extend
 from tokenmix_nats_l.share import ShareThreshold, check_share
 from tokenmix_nats_l.split import mix_sequences
 
