@@ -1,5 +1,6 @@
 """Fixtures: kernels run on a GPU if there is one, else in Triton's interpreter; tests marked `gpu` need a GPU."""
 
+from support.rank_pool import pool  # noqa: F401
 from tokenmix_core.testing.fixtures import (  # noqa: F401
     device,
     kernels_are_interpreted_quickly,
@@ -9,4 +10,3 @@ from tokenmix_core.testing.fixtures import (  # noqa: F401
     pytest_runtest_setup,
     unwritten_memory_is_nan,
 )
-from tokenmix_core.testing.rank_pool import pool  # noqa: F401

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tokenmix_core.testing.rank_pool import ranks
-from tokenmix_core.testing.split_contract import check_models, require_equality, split_statistics
+from support.rank_pool import ranks
+from support.split_contract import check_models, require_equality, split_statistics
 from tokenmix_lte.config import LteConfig
 from tokenmix_lte.model import LteForCausalLM
 

@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 
 from support.corpora import documents, token_file
+from support.rank_pool import pool  # noqa: F401
 from tokenmix_core.testing.fixtures import (  # noqa: F401
     device,
     kernels_are_interpreted_quickly,
@@ -14,7 +15,6 @@ from tokenmix_core.testing.fixtures import (  # noqa: F401
     pytest_runtest_setup,
     unwritten_memory_is_nan,
 )
-from tokenmix_core.testing.rank_pool import pool  # noqa: F401
 from tokenmix_core.training.overrides import overridden
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tokenmix_core.testing.rank_pool import ranks
-from tokenmix_core.testing.split_contract import check_models, require_equality
+from support.rank_pool import ranks
+from support.split_contract import check_models, require_equality
 from tokenmix_nha.config import NhaConfig
 from tokenmix_nha.model import NhaForCausalLM
 

@@ -6,8 +6,8 @@ from functools import partial
 
 import pytest
 
-from tokenmix_core.testing.rank_pool import ranks
-from tokenmix_core.testing.split_contract import check_models, require_equality
+from support.rank_pool import ranks
+from support.split_contract import check_models, require_equality
 from tokenmix_oryx.config import OryxConfig
 from tokenmix_oryx.model import OryxForCausalLM
 

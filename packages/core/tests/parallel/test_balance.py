@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+from support.split_contract import core_models
 from tokenmix_core.modeling import HybridConfig, HybridForCausalLM
 from tokenmix_core.parallel import balanced_layout
 from tokenmix_core.parallel.overlap import GROUP_BYTES, HeadGroup, head_groups
-from tokenmix_core.testing.split_contract import core_models
 
 MODELS = core_models()
 MIXERS = ["gated_delta_net", "window"]

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tokenmix_core.testing.rank_pool import RankPool
-from tokenmix_core.testing.split_contract import gpu_errors
-from tokenmix_core.testing.split_overlap import gpu_errors_by_head_groups
+from support.rank_pool import RankPool
+from support.split_contract import gpu_errors
+from support.split_overlap import gpu_errors_by_head_groups
 
 pytestmark = [
     pytest.mark.gpu,

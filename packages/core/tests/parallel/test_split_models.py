@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tokenmix_core.modeling import HybridConfig, HybridForCausalLM
-from tokenmix_core.testing.rank_pool import ranks
-from tokenmix_core.testing.split_contract import (
+from support.rank_pool import ranks
+from support.split_contract import (
     TOLERANCE,
     check_models,
     core_models,
@@ -14,7 +13,8 @@ from tokenmix_core.testing.split_contract import (
     require_equality,
     traffic_of,
 )
-from tokenmix_core.testing.split_inference import split_losses, split_prompts
+from support.split_inference import split_losses, split_prompts
+from tokenmix_core.modeling import HybridConfig, HybridForCausalLM
 
 CONFIGS = {name: HybridConfig(**fields) for name, fields in core_models().items()}
 # by default all models on three ranks, and one model on two and four

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from tokenmix_core.testing.rank_pool import ranks
-from tokenmix_core.testing.split_contract import CASES, check_operations, require_equality
-from tokenmix_core.testing.split_overlap import order_of_exchanges
+from support.rank_pool import ranks
+from support.split_contract import CASES, check_operations, require_equality
+from support.split_overlap import order_of_exchanges
 
 
 @pytest.mark.parametrize("size", ranks(2, 3, 4))

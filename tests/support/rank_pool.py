@@ -49,9 +49,10 @@ class RankPool:
 
     def _start(self) -> None:
         context = multiprocessing.get_context("forkserver")
-        # preload the caller's models: ranks that import them at different speeds could exceed the group's timeout
+        # the server has no path to tests/support, so it imports what the tests need from core; the caller's models too:
+        # ranks that import them at different speeds would exceed the group's timeout
         models = [name for name in sys.modules if name.startswith("tokenmix_") and name.endswith(".model")]
-        context.set_forkserver_preload(["tokenmix_core.testing.split_contract", *models])
+        context.set_forkserver_preload(["tokenmix_core.parallel", *models])
         store = tempfile.mktemp()
         for rank in range(self.most):
             ours, theirs = context.Pipe()

@@ -7,10 +7,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from support.split_contract import relative_error
 from tokenmix_core.evaluation.perplexity import token_losses
 from tokenmix_core.evaluation.split_rows import split_token_losses
 from tokenmix_core.modeling import split_prefill
-from tokenmix_core.testing.split_contract import relative_error
 
 
 def split_losses(group: dist.ProcessGroup, model_class: type, config: Any) -> float:

@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from support.split_contract import gpu_errors
 from tokenmix_core import ops, parallel
 from tokenmix_core.parallel import SequenceShard, overlap
-from tokenmix_core.testing.split_contract import gpu_errors
 
 
 class _Logged(torch.autograd.Function):
