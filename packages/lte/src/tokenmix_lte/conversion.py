@@ -84,14 +84,14 @@ def _new_scorer(options: dict[str, Any], prefix: str, model: PreTrainedModel) ->
 
 def command(args: argparse.Namespace, context: Any) -> None:
     """Run the command `tokenmix-lte convert`, which converts a checkpoint in a folder."""
-    from tokenmix_core.cli import DTYPES, config_of, is_checkpoint, load_model
+    from tokenmix_core.cli import config_of, is_checkpoint, load_model
+    from tokenmix_core.integrations import check_dtype
 
     source = Path(args.model)
     if not is_checkpoint(source):
         raise ValueError(f"{args.model} holds no model: expected a folder with config.json and weights")
     check_new_folder(args.out)
-    if args.dtype not in ("auto", *DTYPES):
-        raise ValueError(f"--dtype must be one of auto, {', '.join(DTYPES)}, got {args.dtype!r}")
+    check_dtype(args.dtype)
     config = config_of(str(source), context)
     if config.model_type not in FAMILIES:
         raise ValueError(f"{source}: expected a model of type {', '.join(FAMILIES)}, got {config.model_type!r}")
