@@ -20,14 +20,21 @@ from tokenmix_core.ops.transforms import Context, is_reference, refuse_graph, re
 _LAUNCHED_ON = "cuda"
 
 
-def cached_op(name: str, run: Callable | None = None, *, mutates_args: Iterable[str]) -> Any:
-    """Return `run` as a torch custom op whose calls on a GPU go through the launch cache, or a decorator without `run`.
+def cached_op(name: str, run: Callable, fake: Callable | None = None, *, mutates_args: Iterable[str] = ()) -> Any:
+    """Return `run` as a torch custom op whose calls on a GPU go through the launch cache.
 
     Code that torch.compile generates calls the op as an operator, so compiled calls use the launch cache too.
+
+    Args:
+        name: the op's name with its library, such as "tokenmix_core::attention".
+        run: the implementation, a function with annotated parameters or a function that `of_fields` has made.
+        fake: returns uninitialised outputs; it takes the arguments of `run`, or the NamedTuple before `of_fields`.
+        mutates_args: the names of the tensors that `run` overwrites.
     """
-    if run is None:
-        return lambda run: cached_op(name, run, mutates_args=mutates_args)
     op = torch.library.custom_op(name, run, mutates_args=mutates_args)
+    if fake is not None:
+        step = getattr(inspect.unwrap(run), "step", None)
+        op.register_fake(fake if step is None else of_fields(fake, step))
     replayed = retried(Replayed(run))
     defaults = [x.default for x in inspect.signature(run).parameters.values()]
 
@@ -41,18 +48,20 @@ def cached_op(name: str, run: Callable | None = None, *, mutates_args: Iterable[
     return op
 
 
-def of_fields(run: Callable) -> Callable:
+def of_fields(run: Callable, step: Any = None) -> Callable:
     """Turn `run(step)`, a function of a NamedTuple, into a function of its fields, as torch and `Replayed` require.
 
     The new function's parameters have the fields' names, types and defaults; it returns a tuple for a NamedTuple.
-    A field that is itself a NamedTuple is replaced by its fields, in the arguments and in the result.
+    A field that is itself a NamedTuple is replaced by its fields, in the arguments and in the result. The type of the
+    NamedTuple is `step`, or else the annotation of the parameter of `run`.
 
     Raises:
         ValueError: two fields share a name, or a field without a default follows one with a default.
     """
     types = get_type_hints(run)
     returned = types.pop("return", inspect.Signature.empty)
-    (step,) = types.values()
+    if step is None:
+        (step,) = types.values()
     if returned is type(None):
         # torch's schema needs the annotation None; `get_type_hints` returns NoneType for it
         returned = None
@@ -69,7 +78,7 @@ def of_fields(run: Callable) -> Callable:
         output = run(made(*inputs))
         return _leaves(output) if hasattr(output, "_fields") else output
 
-    vars(call)["__signature__"] = signature
+    vars(call).update(__signature__=signature, step=step)
     call.__name__, call.__doc__ = run.__name__, run.__doc__
     return call
 

@@ -190,13 +190,7 @@ def _step(x: Inputs) -> Tensor:
     return y
 
 
-delta_layer_step_op = cached_op("tokenmix_core::delta_layer_step", _step, mutates_args=WRITTEN)
-
-
-@delta_layer_step_op.register_fake
-@of_fields
-def _(x: Inputs):
-    return x.v.new_empty(x.v.shape)
-
-
+delta_layer_step_op = cached_op(
+    "tokenmix_core::delta_layer_step", _step, lambda x: x.v.new_empty(x.v.shape), mutates_args=WRITTEN
+)
 step = direct_when_eager(delta_layer_step_op, _step, writes=Inputs._fields.index("state"))

@@ -88,16 +88,6 @@ def _forward(x: Inputs) -> tuple[Tensor, Tensor]:
     return o, lse
 
 
-attention_op = cached_op("tokenmix_core::attention", _forward, mutates_args=())
-attention_forward = direct_when_eager(attention_op, _forward)
-
-
-@attention_op.register_fake
-@of_fields
-def _(x: Inputs):
-    return _empty_outputs(x.q, x.v)
-
-
 @retried
 @of_fields
 def _backward(given: BackwardInputs) -> tuple[Tensor, Tensor, Tensor]:
@@ -118,17 +108,6 @@ def _backward(given: BackwardInputs) -> tuple[Tensor, Tensor, Tensor]:
     return dq, dk, dv
 
 
-attention_backward_op = cached_op("tokenmix_core::attention_backward", _backward, mutates_args=())
-attention_backward = direct_when_eager(attention_backward_op, _backward)
-
-
-@attention_backward_op.register_fake
-@of_fields
-def _(given: BackwardInputs):
-    x = given.inputs
-    return x.q.new_empty(x.q.shape), x.k.new_empty(x.k.shape), x.v.new_empty(x.v.shape)
-
-
 def _save(ctx, inputs, output):
     x, (o, lse) = Inputs(*inputs), output
     ctx.save_for_backward(x.q, x.k, x.v, o, lse, x.cu_seqlens)
@@ -145,9 +124,6 @@ def _gradients(ctx, do, dlse):
         return None, None, None, *rest
     x = Inputs(q=q, k=k, v=v, cu_seqlens=cu_seqlens, **ctx.options)
     return *attention_backward(*x, o, lse, do, dlse), *rest
-
-
-attention = differentiable(attention_op, _forward, _save, _gradients)
 
 
 @of_fields
@@ -177,25 +153,6 @@ def _merge_two(o_a: Tensor, lse_a: Tensor, o_b: Tensor, lse_b: Tensor) -> tuple[
     return merge_two(o_a=o_a, lse_a=lse_a, o_b=o_b, lse_b=lse_b)
 
 
-merge_two = Replayed(_merge_two)
-attention_decode_op = cached_op("tokenmix_core::attention_decode", _decode, mutates_args=())
-attention_decode = direct_when_eager(attention_decode_op, _decode)
-paged_attention_decode_op = cached_op("tokenmix_core::paged_attention_decode", _decode_paged, mutates_args=())
-paged_attention_decode = direct_when_eager(paged_attention_decode_op, _decode_paged)
-
-
-@attention_decode_op.register_fake
-@of_fields
-def _(x: DecodeInputs):
-    return _empty_decode_outputs(x.q, x.v_cache)
-
-
-@paged_attention_decode_op.register_fake
-@of_fields
-def _(x: PagedDecodeInputs):
-    return _empty_decode_outputs(x.q, x.v_pages)
-
-
 def _empty_decode_outputs(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     o, lse = _empty_outputs(q, v)
     return o, lse.new_empty(q.shape[:3])
@@ -209,3 +166,21 @@ def _empty_outputs(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 
 def _zeros(x: Tensor) -> Tensor:
     return x.new_zeros(x.shape)
+
+
+attention_op = cached_op("tokenmix_core::attention", _forward, lambda x: _empty_outputs(x.q, x.v))
+attention_forward = direct_when_eager(attention_op, _forward)
+attention_backward_op = cached_op(
+    "tokenmix_core::attention_backward", _backward, lambda given: tuple(x.new_empty(x.shape) for x in given.inputs[:3])
+)
+attention_backward = direct_when_eager(attention_backward_op, _backward)
+attention = differentiable(attention_op, _forward, _save, _gradients)
+merge_two = Replayed(_merge_two)
+attention_decode_op = cached_op(
+    "tokenmix_core::attention_decode", _decode, lambda x: _empty_decode_outputs(x.q, x.v_cache)
+)
+attention_decode = direct_when_eager(attention_decode_op, _decode)
+paged_attention_decode_op = cached_op(
+    "tokenmix_core::paged_attention_decode", _decode_paged, lambda x: _empty_decode_outputs(x.q, x.v_pages)
+)
+paged_attention_decode = direct_when_eager(paged_attention_decode_op, _decode_paged)

@@ -84,15 +84,6 @@ def _keep(*inputs) -> tuple[Tensor, ...]:
     return o, lse, *itertools.chain(*lists)
 
 
-block_attention_op = cached_op("tokenmix_lte::block_attention", _forward, mutates_args=())
-
-
-@block_attention_op.register_fake
-@of_fields
-def _(x: Inputs):
-    return _outputs(x.q, x.v)
-
-
 @of_fields
 def _backward(given: BackwardInputs) -> tuple[Tensor, Tensor, Tensor]:
     """Compute dq, dk and dv."""
@@ -124,17 +115,6 @@ def _backward_of_lists(given: BackwardInputs, saved: Sequence[Tensor]) -> tuple[
     return dq, dk, dv
 
 
-block_attention_backward_op = cached_op("tokenmix_lte::block_attention_backward", _backward, mutates_args=())
-_replayed_backward = Replayed(_backward_saved)
-
-
-@block_attention_backward_op.register_fake
-@of_fields
-def _(given: BackwardInputs):
-    x = given.inputs
-    return x.q.new_empty(x.q.shape), x.k.new_empty(x.k.shape), x.v.new_empty(x.v.shape)
-
-
 def _save(ctx, inputs, output):
     x = Inputs(*inputs)
     ctx.save_for_backward(x.q, x.k, x.v, x.blocks, x.cu_seqlens, *output)
@@ -150,9 +130,6 @@ def _gradients(ctx, do, dlse):
     x = Inputs(q=q, k=k, v=v, blocks=blocks, cu_seqlens=cu_seqlens, **ctx.options)
     given = *x, o, lse, do, dlse
     return *(_replayed_backward(*given, *lists) if is_plain(q) else block_attention_backward_op(*given)), *rest
-
-
-block_attention = differentiable(block_attention_op, _forward, _save, _gradients, outputs=2, keep=_keep)
 
 
 @of_fields
@@ -171,16 +148,6 @@ def _select(x: SelectInputs) -> Tensor:
     return blocks
 
 
-select_blocks_op = cached_op("tokenmix_lte::select_blocks", _select, mutates_args=())
-select_blocks = direct_when_eager(select_blocks_op, _select)
-
-
-@select_blocks_op.register_fake
-@of_fields
-def _(x: SelectInputs):
-    return _blocks(x.q, x.pooled, x.count)
-
-
 def _outputs(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     B, T, HQ, _ = q.shape
     return q.new_empty(B, T, HQ, v.shape[3]), q.new_empty(B, HQ, T, dtype=torch.float32)
@@ -188,3 +155,15 @@ def _outputs(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 
 def _blocks(q: Tensor, pooled: Tensor, count: int) -> Tensor:
     return q.new_empty(*q.shape[:2], pooled.shape[2], count, dtype=torch.int32)
+
+
+block_attention_op = cached_op("tokenmix_lte::block_attention", _forward, lambda x: _outputs(x.q, x.v))
+block_attention_backward_op = cached_op(
+    "tokenmix_lte::block_attention_backward",
+    _backward,
+    lambda given: tuple(x.new_empty(x.shape) for x in given.inputs[:3]),
+)
+_replayed_backward = Replayed(_backward_saved)
+block_attention = differentiable(block_attention_op, _forward, _save, _gradients, outputs=2, keep=_keep)
+select_blocks_op = cached_op("tokenmix_lte::select_blocks", _select, lambda x: _blocks(x.q, x.pooled, x.count))
+select_blocks = direct_when_eager(select_blocks_op, _select)

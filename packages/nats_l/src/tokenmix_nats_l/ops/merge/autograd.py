@@ -54,27 +54,6 @@ def _backward(given: BackwardInputs) -> list[Tensor]:
     return [grad for grad in _all_gradients(*given.inputs, given.dy) if grad is not None]
 
 
-merge_forward_op = cached_op("tokenmix_nats_l::merge_forward", _forward, mutates_args=())
-
-
-@merge_forward_op.register_fake
-@of_fields
-def _(x: Inputs):
-    return x.gate.new_empty(x.gate.shape)
-
-
-merge_backward_op = cached_op("tokenmix_nats_l::merge_backward", _backward, mutates_args=())
-
-
-@merge_backward_op.register_fake
-@of_fields
-def _(given: BackwardInputs):
-    return [t.new_empty(t.shape) for t in given.inputs[:6] if t is not None]
-
-
-backward = direct_when_eager(merge_backward_op, _all_gradients)
-
-
 def _save(ctx, inputs, output) -> None:
     *tensors, ctx.eps = inputs
     ctx.save_for_backward(*tensors)
@@ -89,4 +68,11 @@ def _gradients(ctx, dy):
     return *(None if x is None else next(grads) for x in tensors), None
 
 
+merge_forward_op = cached_op("tokenmix_nats_l::merge_forward", _forward, lambda x: x.gate.new_empty(x.gate.shape))
+merge_backward_op = cached_op(
+    "tokenmix_nats_l::merge_backward",
+    _backward,
+    lambda given: [t.new_empty(t.shape) for t in given.inputs[:6] if t is not None],
+)
+backward = direct_when_eager(merge_backward_op, _all_gradients)
 merge_triton = differentiable(merge_forward_op, _forward, _save, _gradients)

@@ -146,15 +146,6 @@ def _or_zeros(gradient: Tensor | None, of: Tensor) -> Tensor:
     return torch.zeros_like(of) if gradient is None else gradient
 
 
-slot_window_attention_op = cached_op("tokenmix_nha::slot_window_attention", _forward, mutates_args=())
-
-
-@slot_window_attention_op.register_fake
-@of_fields
-def _(x: Inputs) -> Outputs:
-    return _empty_outputs(x, layout(x))
-
-
 def _empty_outputs(x: Inputs, y: Layout) -> Outputs:
     return Outputs(*empty_results(x, y), x.q.new_empty(buffer_bytes(saved_layouts(x, y)), dtype=torch.uint8))
 
@@ -163,16 +154,6 @@ def _empty_outputs(x: Inputs, y: Layout) -> Outputs:
 def _present(given: BackwardInputs) -> list[Tensor]:
     """Run `_backward` and drop the gradients that are None, because a custom op must return tensors."""
     return [grad for grad in _backward(given) if grad is not None]
-
-
-slot_window_attention_backward_op = cached_op("tokenmix_nha::slot_window_attention_backward", _present, mutates_args=())
-_backward_pass = direct_when_eager(slot_window_attention_backward_op, _present)
-
-
-@slot_window_attention_backward_op.register_fake
-@of_fields
-def _(given: BackwardInputs) -> list[Tensor]:
-    return [grad for grad in empty_gradients(given.inputs, given.initial) if grad is not None]
 
 
 def _save(ctx, inputs, output) -> None:
@@ -196,5 +177,14 @@ def _gradients(ctx, do, dfinal_k, dfinal_v, *_):
     return dq, dk, dv, df, *own, *initial, *[None] * (len(Inputs._fields) - len(Gradients._fields))
 
 
+slot_window_attention_op = cached_op(
+    "tokenmix_nha::slot_window_attention", _forward, lambda x: _empty_outputs(x, layout(x))
+)
+slot_window_attention_backward_op = cached_op(
+    "tokenmix_nha::slot_window_attention_backward",
+    _present,
+    lambda given: [grad for grad in empty_gradients(given.inputs, given.initial) if grad is not None],
+)
+_backward_pass = direct_when_eager(slot_window_attention_backward_op, _present)
 # returns o and the final slots; its keys are those of the carried window, followed by those of the new tokens
 slot_window_attention_kernels = differentiable(slot_window_attention_op, _forward, _save, _gradients, outputs=3)

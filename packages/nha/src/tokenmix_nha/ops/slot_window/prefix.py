@@ -85,12 +85,7 @@ def _forward(x: Inputs) -> tuple[Tensor, Tensor]:
     return o, add_zeros(o, lse, x.slots)
 
 
-_prefix_op = cached_op("tokenmix_nha::zero_prefix_attention", _forward, mutates_args=())
-
-
-@_prefix_op.register_fake
-@of_fields
-def _(x: Inputs):
+def _empty_outputs(x: Inputs) -> tuple[Tensor, Tensor]:
     wide = torch.float64 if x.q.dtype == torch.float64 else torch.float32
     batch, tokens, heads, _ = x.q.shape
     return x.q.new_empty(batch, tokens, heads, x.v.shape[-1]), x.q.new_empty(batch, heads, tokens, dtype=wide)
@@ -114,4 +109,5 @@ def _gradients(ctx, do, *_):
     return *autograd.attention_backward(*causal, o, lse, do, None), *rest
 
 
+_prefix_op = cached_op("tokenmix_nha::zero_prefix_attention", _forward, _empty_outputs)
 _attention = differentiable(_prefix_op, _forward, _save, _gradients, outputs=1)

@@ -187,12 +187,7 @@ def _forward(x: Inputs) -> Outputs:
     return Outputs(y.view(B, T, E), kept)
 
 
-mix_op = cached_op("tokenmix_oryx::mix", _forward, mutates_args=())
-
-
-@mix_op.register_fake
-@of_fields
-def _(x: Inputs) -> Outputs:
+def _empty_outputs(x: Inputs) -> Outputs:
     (B, T), E, H = x.attends.shape, x.rows.shape[1], len(x.A_log)
     heads, like_rows = (B, T, H, E // H), x.rows.shape
     g = x.rows.new_empty(B, T, H, dtype=torch.float32)
@@ -262,16 +257,6 @@ def _backward(given: BackwardInputs) -> list[Tensor]:
     return [grad for grad in found if grad is not None]
 
 
-mix_backward_op = cached_op("tokenmix_oryx::mix_backward", _backward, mutates_args=())
-mix_backward = direct_when_eager(mix_backward_op, _backward)
-
-
-@mix_backward_op.register_fake
-@of_fields
-def _(given: BackwardInputs):
-    return [t.new_empty(t.shape) for t in given.inputs[:_DIFFERENTIABLE] if t is not None]
-
-
 def _save(ctx, inputs, output) -> None:
     _, *kept = output
     ctx.options = inputs[_TENSORS:]
@@ -289,4 +274,11 @@ def _gradients(ctx, dy, *_):
     return *found, *[None] * (len(Inputs._fields) - _DIFFERENTIABLE)
 
 
+mix_op = cached_op("tokenmix_oryx::mix", _forward, _empty_outputs)
+mix_backward_op = cached_op(
+    "tokenmix_oryx::mix_backward",
+    _backward,
+    lambda given: [t.new_empty(t.shape) for t in given.inputs[:_DIFFERENTIABLE] if t is not None],
+)
+mix_backward = direct_when_eager(mix_backward_op, _backward)
 mix = differentiable(mix_op, _forward, _save, _gradients, outputs=1)

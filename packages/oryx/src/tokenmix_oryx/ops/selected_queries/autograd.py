@@ -48,12 +48,7 @@ def _forward(x: Inputs) -> tuple[Tensor, Tensor]:
     return o, lse
 
 
-selected_attention_op = cached_op("tokenmix_oryx::selected_attention", _forward, mutates_args=())
-
-
-@selected_attention_op.register_fake
-@of_fields
-def _(x: Inputs):
+def _empty_outputs(x: Inputs) -> tuple[Tensor, Tensor]:
     B, TQ, HQ, _ = x.q.shape
     return x.q.new_empty(B, TQ, HQ, x.v.shape[-1]), x.q.new_empty(B, HQ, TQ, dtype=torch.float32)
 
@@ -70,17 +65,6 @@ def _backward(given: BackwardInputs) -> tuple[Tensor, Tensor, Tensor]:
     return grads
 
 
-selected_attention_backward_op = cached_op("tokenmix_oryx::selected_attention_backward", _backward, mutates_args=())
-selected_attention_backward = direct_when_eager(selected_attention_backward_op, _backward)
-
-
-@selected_attention_backward_op.register_fake
-@of_fields
-def _(given: BackwardInputs):
-    x = given.inputs
-    return x.q.new_empty(x.q.shape), x.k.new_empty(x.k.shape), x.v.new_empty(x.v.shape)
-
-
 def _save(ctx, inputs, output):
     x, (o, lse) = Inputs(*inputs), output
     ctx.save_for_backward(x.q, x.k, x.v, x.selected, o, lse, x.cu_seqlens)
@@ -93,4 +77,11 @@ def _gradients(ctx, do, dlse):
     return *selected_attention_backward(*x, o, lse, do), *[None] * (len(Inputs._fields) - 3)
 
 
+selected_attention_op = cached_op("tokenmix_oryx::selected_attention", _forward, _empty_outputs)
+selected_attention_backward_op = cached_op(
+    "tokenmix_oryx::selected_attention_backward",
+    _backward,
+    lambda given: tuple(x.new_empty(x.shape) for x in given.inputs[:3]),
+)
+selected_attention_backward = direct_when_eager(selected_attention_backward_op, _backward)
 selected_attention = differentiable(selected_attention_op, _forward, _save, _gradients)
