@@ -16,7 +16,7 @@ from torch import Tensor
 from tokenmix_core.ops import attention
 from tokenmix_core.testing.benchmarking import first_call_seconds, installed, measure, measure_step
 from tokenmix_lte.ops import block_attention, gated_sum, select_blocks
-from tokenmix_lte.ops.branches.reference import gated_sum_reference
+from tokenmix_lte.ops.branches.api import gated_sum_reference
 from tokenmix_lte.ops.pooled_blocks import compressed_attention, pool_blocks
 
 

@@ -1,4 +1,4 @@
-"""The public function of the gated sum: it checks arguments and selects the implementation."""
+"""The public function of the gated sum: checks, the reference, and selection of the implementation."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from torch import Tensor
 
 from tokenmix_core.kernels import Checked
 from tokenmix_core.ops import Impl, bind_shapes, check_dtype, check_same_dtype, row_impl
-from tokenmix_lte.ops.branches.reference import gated_sum_reference
 
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
@@ -38,9 +37,15 @@ def gated_sum(
     _check(compressed, selected, window, gates)
     if row_impl("gated_sum", impl, compressed) == "reference" or not compressed.numel():
         return gated_sum_reference(compressed, selected, window, gates)
-    from tokenmix_lte.ops.branches.autograd import gated_sum_triton
+    from tokenmix_lte.ops.branches.kernels import gated_sum_triton
 
     return gated_sum_triton(compressed, selected, window, gates)
+
+
+def gated_sum_reference(compressed: Tensor, selected: Tensor, window: Tensor, gates: Tensor) -> Tensor:
+    """Compute `gated_sum` in eager PyTorch, for any device and dtype; differentiable by autograd."""
+    a, b, c = gates.unsqueeze(-1).unbind(-2)
+    return torch.addcmul(torch.addcmul(a * compressed, b, selected), c, window)
 
 
 @Checked

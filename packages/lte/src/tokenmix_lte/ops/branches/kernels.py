@@ -1,4 +1,4 @@
-"""Kernels of the gated sum of the branches' outputs, and of its gradients.
+"""Kernels of the gated sum of the branches' outputs, of its gradients, and a differentiable function for eager mode.
 
 A row is one head of one token; a program computes a tile of rows."""
 
@@ -11,7 +11,8 @@ import triton.language as tl
 from torch import Tensor
 
 from tokenmix_core.chunking import cdiv, next_power_of_2
-from tokenmix_core.kernels import cached_launch, gdc_launch_and_wait
+from tokenmix_core.kernels import Replayed, cached_launch, gdc_launch_and_wait
+from tokenmix_core.ops import as_rows, eager_function
 
 # number of elements in a tile
 _TILE_ELEMENTS = 2048
@@ -77,18 +78,21 @@ def gated_sum_backward_kernel(
     branch_gradients(window, dwindow, gates, dgates, b_do, s_w, s_g, V, 2, rows)
 
 
-def gated_sum_forward(compressed: Tensor, selected: Tensor, window: Tensor, gates: Tensor) -> Tensor:
-    """Return the gated sum of branches `[R, V]` by gates `[R, 3]`; rows of each tensor may have any uniform stride."""
+def _run(compressed: Tensor, selected: Tensor, window: Tensor, gates: Tensor) -> Tensor:
+    """Return the gated sum of branches `[*, V]` by gates `[*, 3]`."""
     o = compressed.new_empty(compressed.shape)
     _launch(gated_sum_kernel, compressed, selected, window, gates, o=o)
     return o
 
 
-def gated_sum_backward(
-    compressed: Tensor, selected: Tensor, window: Tensor, gates: Tensor, do: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _save(ctx, inputs, output) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _backward(compressed, selected, window, gates, do) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the gradients of the three branches and of the gates."""
     dcompressed, dselected, dwindow, dgates = (x.new_empty(x.shape) for x in (compressed, selected, window, gates))
+    do = as_rows(do)
     _launch(
         gated_sum_backward_kernel, compressed, selected, window, gates, do=do, dcompressed=dcompressed,
         dselected=dselected, dwindow=dwindow, dgates=dgates, s_d=do.stride(0),
@@ -96,7 +100,8 @@ def gated_sum_backward(
     return dcompressed, dselected, dwindow, dgates
 
 
-def _launch(kernel, compressed: Tensor, selected: Tensor, window: Tensor, gates: Tensor, **others) -> None:
+def _launch(kernel, *branches_and_gates: Tensor, **others) -> None:
+    compressed, selected, window, gates = map(as_rows, branches_and_gates)
     (R, V), BV = compressed.shape, next_power_of_2(compressed.shape[1])
     BR = max(1, _TILE_ELEMENTS // BV)
     kernel[(cdiv(R, BR),)](
@@ -104,3 +109,8 @@ def _launch(kernel, compressed: Tensor, selected: Tensor, window: Tensor, gates:
         s_s=selected.stride(0), s_w=window.stride(0), s_g=gates.stride(0), R=R, V=V, **others, BR=BR, BV=BV,
         num_warps=4,
     )  # fmt: skip
+
+
+_replayed = Replayed(_backward)
+
+gated_sum_triton = eager_function("gated_sum", _run, _save, lambda ctx, do: _replayed(*ctx.saved_tensors, do))

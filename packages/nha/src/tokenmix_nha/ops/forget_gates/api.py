@@ -1,15 +1,16 @@
-"""The public function that computes log-gates: checks and selection of the implementation."""
+"""The public function that computes log-gates: checks, the reference, and selection of the implementation."""
 
 from __future__ import annotations
 
 import math
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
+from tokenmix_core.nn import at_least_float32
 from tokenmix_core.ops import Impl, check_dtype, check_tensors, row_impl
-from tokenmix_nha.ops.forget_gates.reference import log_forget_gates_reference
 
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
@@ -36,9 +37,14 @@ def log_forget_gates(
     check_normalizer(op, normalizer)
     if row_impl(op, impl, f) == "reference" or not f.numel():
         return log_forget_gates_reference(f, normalizer)
-    from tokenmix_nha.ops.forget_gates.autograd import gates
+    from tokenmix_nha.ops.forget_gates.kernels import gates
 
     return gates(f, normalizer)
+
+
+def log_forget_gates_reference(f: Tensor, normalizer: float) -> Tensor:
+    """Return log α = log σ(f) / τ in eager PyTorch, on any device, in float32 or a wider dtype."""
+    return F.logsigmoid(at_least_float32(f)) / normalizer
 
 
 def check_normalizer(op: str, normalizer: float) -> None:

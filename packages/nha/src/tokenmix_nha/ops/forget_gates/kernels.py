@@ -1,4 +1,4 @@
-"""Elementwise kernels that compute the log-gates and the gradient of f."""
+"""Elementwise kernels of the log-gates and of the gradient of f, and a differentiable function for eager mode."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import triton.language as tl
 from torch import Tensor
 
 from tokenmix_core.chunking import cdiv
-from tokenmix_core.kernels import LOG2_E, cached_launch, gdc_launch_and_wait
-from tokenmix_core.ops import BD, BM, tile_of
+from tokenmix_core.kernels import LOG2_E, Replayed, cached_launch, gdc_launch_and_wait
+from tokenmix_core.ops import BD, BM, as_rows, eager_function, tile_of
 
 
 @triton.jit
@@ -45,22 +45,39 @@ def forget_gates_backward_kernel(f, dy, df, stride_f, stride_dy, rows, D, invers
     tl.store(df + o_r * D + o_d, (b_dy * b_sigma * inverse).to(df.dtype.element_ty), mask=mask)
 
 
-def forget_gates_forward(f: Tensor, normalizer: float) -> Tensor:
-    """Return log α `[rows, D]` in float32; rows of f have a uniform stride."""
-    rows, D = f.shape
-    y = torch.empty((rows, D), dtype=torch.float32, device=f.device)
+def _run(f: Tensor, normalizer: float) -> Tensor:
+    """Return log α in float32."""
+    x = as_rows(f)
+    rows, D = x.shape
+    y = torch.empty(f.shape, dtype=torch.float32, device=f.device)
     forget_gates_kernel[(cdiv(rows, BM), cdiv(D, BD))](
-        f=f, y=y, stride_f=f.stride(0), rows=rows, D=D, inverse=1 / normalizer, BM=BM, BD=BD, num_warps=4
+        f=x, y=y, stride_f=x.stride(0), rows=rows, D=D, inverse=1 / normalizer, BM=BM, BD=BD, num_warps=4
     )
     return y
 
 
-def forget_gates_backward(f: Tensor, dy: Tensor, normalizer: float) -> Tensor:
-    """Return df `[rows, D]` in f's dtype; rows of f and of dy have uniform strides."""
-    rows, D = f.shape
-    df = torch.empty((rows, D), dtype=f.dtype, device=f.device)
+def _save(ctx, inputs, output) -> None:
+    f, ctx.normalizer = inputs
+    ctx.save_for_backward(f)
+
+
+def _backward(f: Tensor, dy: Tensor, normalizer: float) -> Tensor:
+    """Return df in f's dtype."""
+    x, dy = as_rows(f), as_rows(dy)
+    rows, D = x.shape
+    df = torch.empty(f.shape, dtype=f.dtype, device=f.device)
     forget_gates_backward_kernel[(cdiv(rows, BM), cdiv(D, BD))](
-        f=f, dy=dy, df=df, stride_f=f.stride(0), stride_dy=dy.stride(0), rows=rows, D=D, inverse=1 / normalizer, BM=BM,
+        f=x, dy=dy, df=df, stride_f=x.stride(0), stride_dy=dy.stride(0), rows=rows, D=D, inverse=1 / normalizer, BM=BM,
         BD=BD, num_warps=4,
     )  # fmt: skip
     return df
+
+
+_replayed = Replayed(_backward)
+
+
+def _gradients(ctx, dy):
+    return _replayed(*ctx.saved_tensors, dy, ctx.normalizer), None
+
+
+gates = eager_function("log_forget_gates", _run, _save, _gradients)

@@ -20,8 +20,7 @@ from tokenmix_core.ops import (
     is_exporting,
     resolve_impl,
 )
-from tokenmix_nha.ops.forget_gates.api import check_normalizer
-from tokenmix_nha.ops.forget_gates.reference import log_forget_gates_reference
+from tokenmix_nha.ops.forget_gates.api import check_normalizer, log_forget_gates_reference
 from tokenmix_nha.ops.slot_window import reference
 from tokenmix_nha.ops.slot_window.plan import GLUON, limit
 from tokenmix_nha.ops.slot_window.state import SlotWindowState, last_tokens, prepend
