@@ -38,14 +38,7 @@ def main() -> None:
     print(package, registry, sep="\n")
 
 
-REGISTRATION = """register_operation(
-    Operation(
-        OP_NAME,
-        {"x": "B T D", "gate": "B T D"},
-        {"B": 8, "T": 4096, "D": 2048},
-        lambda x, impl: whole("OP_NAME", x, impl),
-    )
-)
+REGISTRATION = """register_operation(OP_NAME, {"x": "B T D", "gate": "B T D"}, {"B": 8, "T": 4096, "D": 2048})
 """
 
 

@@ -91,7 +91,6 @@ if TYPE_CHECKING:
     from tokenmix_core.ops.dispatch import row_impl as row_impl
     from tokenmix_core.ops.dispatch import unless_gluon as unless_gluon
     from tokenmix_core.ops.explanation import WHOLE as WHOLE
-    from tokenmix_core.ops.explanation import Operation as Operation
     from tokenmix_core.ops.explanation import Tensors as Tensors
     from tokenmix_core.ops.explanation import register_operation as register_operation
     from tokenmix_core.ops.exporting import exportable as exportable
@@ -108,7 +107,6 @@ if TYPE_CHECKING:
     from tokenmix_core.ops.registry import attention_steps as attention_steps
     from tokenmix_core.ops.registry import delta_rule_steps as delta_rule_steps
     from tokenmix_core.ops.registry import ssd_steps as ssd_steps
-    from tokenmix_core.ops.registry import whole as whole
     from tokenmix_core.ops.softmax_attention import autograd as attention_autograd
     from tokenmix_core.ops.softmax_attention.backends import by_cudnn as by_cudnn
     from tokenmix_core.ops.softmax_attention.backends import choose_impl as choose_impl

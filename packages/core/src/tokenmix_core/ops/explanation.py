@@ -6,13 +6,13 @@ from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from tokenmix_core.ops.checks import bind_shapes
-from tokenmix_core.ops.dispatch import GluonForm, kernels_of
+from tokenmix_core.ops.dispatch import GluonForm, kernels_of, resolve_impl
 
 # shared memory of a block, in bytes, for each chip for which tests compile the portable kernels
 CHIPS = {
@@ -56,25 +56,38 @@ class Operation(NamedTuple):
         function: the public function.
         tensors: shapes of the function's first arguments, by name, written as for `bind_shapes`.
         sizes: sizes of a typical call, by letter of these shapes.
-        kernels: `kernels(tensors, impl)` returns the implementation of each step; the reference has one step, `WHOLE`.
+        kernels: `kernels(tensors, impl)` returns the implementation of each step of a call that the reference does not
+            compute; None if the operation has a single step.
         gluon: the operation's Gluon kernels, if it has any.
         limit: `limit(tensors)` returns why the Gluon kernels do not support the tensors' shapes, as a clause, or None.
+        selects: whether `kernels` selects the implementation too, and so describes all calls.
     """
 
     function: Callable
     tensors: Mapping[str, str]
     sizes: Mapping[str, int]
-    kernels: Callable[[Tensors, str | None], Mapping[str, str]]
+    kernels: Callable[[Tensors, str | None], Mapping[str, str]] | None = None
     gluon: GluonForm | None = None
     limit: Callable[[Tensors], str | None] = lambda tensors: None
+    selects: bool = False
+
+    def steps(self, tensors: Tensors, impl: str | None) -> Mapping[str, str]:
+        """Return the implementation of each step of a call; the reference has one step, `WHOLE`."""
+        if self.kernels is None or not self.selects:
+            found = resolve_impl(self.function.__name__, impl, next(iter(tensors.values())), self.gluon)
+            if self.kernels is None or found == "reference":
+                return {WHOLE: found or "triton"}
+        return self.kernels(tensors, impl)
 
 
 OPERATIONS: dict[str, Operation] = {}
 
 
-def register_operation(operation: Operation) -> None:
-    """Register an operation for `explain` and for the command `info`."""
-    OPERATIONS[operation.function.__name__] = operation
+def register_operation(
+    function: Callable, tensors: Mapping[str, str], sizes: Mapping[str, int], **description: Any
+) -> None:
+    """Register an operation, an `Operation` with these fields, for `explain` and for the command `info`."""
+    OPERATIONS[function.__name__] = Operation(function, tensors, sizes, **description)
 
 
 def explain(
@@ -132,7 +145,7 @@ def explain(
     with kernels_of(chip) if chip else nullcontext():
         ours = known.gluon is not None and known.gluon.limit(device, dtype) is None and known.limit(x) is None
         asked = impl or (("gluon" if ours else "triton") if chip else None)
-        kernels = dict(known.kernels(x, asked))
+        kernels = dict(known.steps(x, asked))
         forms = {form.split()[0] for form in kernels.values()}
         chosen = next((form for form in ("gluon", "triton") if form in forms), next(iter(forms)))
         why = _why(known, chosen, x, device, dtype, impl)

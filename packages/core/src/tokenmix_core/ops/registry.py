@@ -9,7 +9,7 @@ from torch import Tensor
 from tokenmix_core.ops.causal_conv1d.api import short_conv, short_conv_step
 from tokenmix_core.ops.decode_tiles import StateStep, gluon_step_tile, step_limit
 from tokenmix_core.ops.dispatch import GluonForm, resolve_impl
-from tokenmix_core.ops.explanation import WHOLE, Operation, Tensors, register_operation
+from tokenmix_core.ops.explanation import WHOLE, Tensors, register_operation
 from tokenmix_core.ops.fused.gdn_decode import delta_layer_step
 from tokenmix_core.ops.fused.gemv import DTYPES, fused_linears
 from tokenmix_core.ops.gated_delta_rule import plan as delta_rule_plan
@@ -30,12 +30,6 @@ from tokenmix_core.ops.sparse_attention.api import kept_attention
 from tokenmix_core.ops.ssd import plan as ssd_plan
 from tokenmix_core.ops.ssd import tuning as ssd_tuning
 from tokenmix_core.ops.ssd.api import chunk_ssd, recurrent_ssd, ssd_step
-
-
-def whole(op: str, tensors: Tensors, impl: str | None, gluon: GluonForm | None = None) -> Mapping[str, str]:
-    """Return `{WHOLE: "gluon" or "triton"}` for an operation whose implementations consist of a single step."""
-    impl = resolve_impl(op, impl, next(iter(tensors.values())), gluon)
-    return {WHOLE: impl or "triton"}
 
 
 def delta_rule_steps(k: Tensor, v: Tensor, impl: str | None) -> Mapping[str, str]:
@@ -69,25 +63,10 @@ def attention_steps(q: Tensor, k: Tensor, v: Tensor, impl: str | None) -> Mappin
     }
 
 
-def _delta_rule(tensors: Tensors, impl: str | None) -> Mapping[str, str]:
-    found = whole("chunk_gated_delta_rule", tensors, impl, delta_rule_plan.GLUON)
-    return found if found[WHOLE] == "reference" else delta_rule_steps(tensors["k"], tensors["v"], impl)
-
-
-def _ssd(tensors: Tensors, impl: str | None) -> Mapping[str, str]:
-    found = whole("chunk_ssd", tensors, impl, ssd_plan.GLUON)
-    return found if found[WHOLE] == "reference" else ssd_steps(tensors["q"], tensors["v"], impl)
-
-
-def _state_step(
-    op: str, gluon: GluonForm, tiles: Mapping[int, StateStep]
-) -> Callable[[Tensors, str | None], Mapping[str, str]]:
-    """Return a function that names the kernel of `{op}_step`, the step of one token of a recurrence."""
+def _state_step(gluon: GluonForm, tiles: Mapping[int, StateStep]) -> Callable[[Tensors, str | None], Mapping[str, str]]:
+    """Return a function that names the kernel of the step of one token of a recurrence."""
 
     def steps(tensors: Tensors, impl: str | None) -> Mapping[str, str]:
-        found = whole(f"{op}_step", tensors, impl, gluon)
-        if found[WHOLE] == "reference":
-            return found
         tile = gluon_step_tile(tiles, gluon, tensors["state"], tensors["q"], impl)
         return {WHOLE: "triton" if tile is None else "gluon"}
 
@@ -106,9 +85,13 @@ def _attention(tensors: Tensors, impl: str | None) -> Mapping[str, str]:
 
 
 def _kept_attention(tensors: Tensors, impl: str | None) -> Mapping[str, str]:
-    q, k, v = (tensors[name] for name in "qkv")
-    found = whole("kept_attention", tensors, impl, kept_plan.GLUON)
-    return {WHOLE: "gluon"} if found[WHOLE] == "triton" and kept_plan.takes_gluon(impl, q, k, v, None) else found
+    gluon = impl == "gluon" or kept_plan.takes_gluon(impl, *(tensors[name] for name in "qkv"), None)
+    return {WHOLE: "gluon" if gluon else "triton"}
+
+
+def _linears(tensors: Tensors, impl: str | None) -> Mapping[str, str]:
+    impl = impl or (None if tensors["x"].dtype in DTYPES else "reference")
+    return {WHOLE: resolve_impl("fused_linears", impl, tensors["x"]) or "triton"}
 
 
 def _step_limit(tensors: Tensors) -> str | None:
@@ -121,102 +104,45 @@ _KEYS = {"q": "B T H K", "k": "B T H K", "v": "B T HV V"}
 _GROUPED = {"q": "B T G K", "k": "B T G K", "v": "B T HV V"}
 _ONE = {"B": 8, "HV": 16, "K": 128, "V": 128}
 _STATE = "B HV K V"
+_ATTENTION = {"q": "B T HQ K", "k": "B T H K", "v": "B T H V"}
 
-register_operation(Operation(chunk_gated_delta_rule, _KEYS, _CHUNKS, _delta_rule, delta_rule_plan.GLUON))
 register_operation(
-    Operation(recurrent_gated_delta_rule, _KEYS, _CHUNKS, lambda x, impl: whole("recurrent_gated_delta_rule", x, impl))
-)
+    chunk_gated_delta_rule, _KEYS, _CHUNKS, kernels=lambda x, impl: delta_rule_steps(x["k"], x["v"], impl),
+    gluon=delta_rule_plan.GLUON,
+)  # fmt: skip
+register_operation(recurrent_gated_delta_rule, _KEYS, _CHUNKS)
 register_operation(
-    Operation(
-        gated_delta_rule_step,
-        {"q": "B H K", "k": "B H K", "v": "B HV V", "g": "B HV", "beta": "B HV", "state": _STATE},
-        {"H": 16, **_ONE},
-        _state_step("gated_delta_rule", delta_rule_plan.GLUON_STEP, delta_rule_tuning.STATE_STEPS),
-        delta_rule_plan.GLUON_STEP,
-        _step_limit,
-    )
-)
+    gated_delta_rule_step,
+    {"q": "B H K", "k": "B H K", "v": "B HV V", "g": "B HV", "beta": "B HV", "state": _STATE},
+    {"H": 16, **_ONE}, kernels=_state_step(delta_rule_plan.GLUON_STEP, delta_rule_tuning.STATE_STEPS),
+    gluon=delta_rule_plan.GLUON_STEP, limit=_step_limit,
+)  # fmt: skip
+register_operation(delta_layer_step, {"q": "B H K", "k": "B H K", "v": "B HV V"}, {"H": 16, **_ONE})
 register_operation(
-    Operation(
-        delta_layer_step,
-        {"q": "B H K", "k": "B H K", "v": "B HV V"},
-        {"H": 16, **_ONE},
-        lambda x, impl: whole("delta_layer_step", x, impl),
-    )
-)
+    chunk_ssd, _GROUPED, _GROUPS, kernels=lambda x, impl: ssd_steps(x["q"], x["v"], impl), gluon=ssd_plan.GLUON,
+    limit=lambda x: ssd_plan.limit(x["q"].shape[3], x["v"].shape[3]),
+)  # fmt: skip
+register_operation(recurrent_ssd, _GROUPED, _GROUPS)
 register_operation(
-    Operation(
-        chunk_ssd, _GROUPED, _GROUPS, _ssd, ssd_plan.GLUON, lambda x: ssd_plan.limit(x["q"].shape[3], x["v"].shape[3])
-    )
-)
-register_operation(Operation(recurrent_ssd, _GROUPED, _GROUPS, lambda x, impl: whole("recurrent_ssd", x, impl)))
+    ssd_step, {"q": "B G K", "k": "B G K", "v": "B HV V", "g": "B HV", "state": _STATE}, {"G": 16, **_ONE},
+    kernels=_state_step(ssd_plan.GLUON_STEP, ssd_tuning.STATE_STEPS), gluon=ssd_plan.GLUON_STEP, limit=_step_limit,
+)  # fmt: skip
 register_operation(
-    Operation(
-        ssd_step,
-        {"q": "B G K", "k": "B G K", "v": "B HV V", "g": "B HV", "state": _STATE},
-        {"G": 16, **_ONE},
-        _state_step("ssd", ssd_plan.GLUON_STEP, ssd_tuning.STATE_STEPS),
-        ssd_plan.GLUON_STEP,
-        _step_limit,
-    )
-)
+    attention, _ATTENTION, {"B": 8, "T": 4096, "HQ": 16, "H": 16, "K": 128, "V": 128}, kernels=_attention,
+    gluon=attention_plan.GLUON, limit=lambda x: attention_plan.limit(x["q"], x["k"], x["v"]), selects=True,
+)  # fmt: skip
 register_operation(
-    Operation(
-        attention,
-        {"q": "B T HQ K", "k": "B T H K", "v": "B T H V"},
-        {"B": 8, "T": 4096, "HQ": 16, "H": 16, "K": 128, "V": 128},
-        _attention,
-        attention_plan.GLUON,
-        lambda x: attention_plan.limit(x["q"], x["k"], x["v"]),
-    )
-)
+    kept_attention, _ATTENTION, {"B": 8, "T": 4096, "HQ": 32, "H": 8, "K": 64, "V": 64}, kernels=_kept_attention,
+    gluon=kept_plan.GLUON, limit=lambda x: kept_plan.limit(x["q"], x["k"], x["v"], None),
+)  # fmt: skip
 register_operation(
-    Operation(
-        kept_attention,
-        {"q": "B T HQ K", "k": "B T H K", "v": "B T H V"},
-        {"B": 8, "T": 4096, "HQ": 32, "H": 8, "K": 64, "V": 64},
-        _kept_attention,
-        kept_plan.GLUON,
-        lambda x: kept_plan.limit(x["q"], x["k"], x["v"], None),
-    )
-)
+    attention_decode, {"q": "B TQ HQ K", "k_cache": "B S H K", "v_cache": "B S H V"},
+    {"B": 8, "TQ": 1, "S": 4096, "HQ": 16, "H": 16, "K": 128, "V": 128},
+)  # fmt: skip
 register_operation(
-    Operation(
-        attention_decode,
-        {"q": "B TQ HQ K", "k_cache": "B S H K", "v_cache": "B S H V"},
-        {"B": 8, "TQ": 1, "S": 4096, "HQ": 16, "H": 16, "K": 128, "V": 128},
-        lambda x, impl: whole("attention_decode", x, impl),
-    )
-)
-register_operation(
-    Operation(
-        paged_attention_decode,
-        {"q": "B TQ HQ K", "k_pages": "B P page K", "v_pages": "B P page V"},
-        {"B": 8, "TQ": 1, "P": 1024, "page": 64, "HQ": 16, "K": 128, "V": 128},
-        lambda x, impl: whole("paged_attention_decode", x, impl),
-    )
-)
-register_operation(
-    Operation(
-        short_conv,
-        {"x": "B T D", "weight": "D W"},
-        {"B": 8, "T": 4096, "D": 2048, "W": 4},
-        lambda x, impl: whole("short_conv", x, impl),
-    )
-)
-register_operation(
-    Operation(
-        short_conv_step,
-        {"x": "B D", "weight": "D W"},
-        {"B": 8, "D": 2048, "W": 4},
-        lambda x, impl: whole("short_conv_step", x, impl),
-    )
-)
-register_operation(
-    Operation(
-        fused_linears,
-        {"x": "B D"},
-        {"B": 8, "D": 2048},
-        lambda x, impl: whole("fused_linears", x, impl or (None if x["x"].dtype in DTYPES else "reference")),
-    )
-)
+    paged_attention_decode, {"q": "B TQ HQ K", "k_pages": "B P page K", "v_pages": "B P page V"},
+    {"B": 8, "TQ": 1, "P": 1024, "page": 64, "HQ": 16, "K": 128, "V": 128},
+)  # fmt: skip
+register_operation(short_conv, {"x": "B T D", "weight": "D W"}, {"B": 8, "T": 4096, "D": 2048, "W": 4})
+register_operation(short_conv_step, {"x": "B D", "weight": "D W"}, {"B": 8, "D": 2048, "W": 4})
+register_operation(fused_linears, {"x": "B D"}, {"B": 8, "D": 2048}, kernels=_linears, selects=True)

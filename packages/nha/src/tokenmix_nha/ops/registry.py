@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from tokenmix_core.ops import WHOLE, Operation, Tensors, register_operation, whole
+from tokenmix_core.ops import Tensors, register_operation
 from tokenmix_nha.ops.slot_window.api import slot_window_attention, slot_window_attention_step
 from tokenmix_nha.ops.slot_window.plan import GLUON, limit, plan
 from tokenmix_nha.ops.slot_window.tuning import slot_tile
@@ -19,28 +19,16 @@ def _tile(tensors: Tensors) -> int:
 
 
 def _kernels(tensors: Tensors, impl: str | None) -> Mapping[str, str]:
-    found = whole("slot_window_attention", tensors, impl, GLUON)
-    if found[WHOLE] == "reference":
-        return found
     chosen = plan(_tile(tensors), _WINDOW, impl, *tensors.values())
     return {f"outputs with a window of {_WINDOW}": chosen.forward, "gradients": chosen.backward}
 
 
 register_operation(
-    Operation(
-        slot_window_attention,
-        {"q": "B T HQ K", "k": "B T H K", "v": "B T H V", "f": "B T H M"},
-        {"B": 8, "T": 4096, "HQ": 16, "H": 16, "K": 128, "V": 128, "M": 32},
-        _kernels,
-        GLUON,
-        lambda x: limit(_tile(x), x["k"].shape[3], x["v"].shape[3]),
-    )
-)
+    slot_window_attention, {"q": "B T HQ K", "k": "B T H K", "v": "B T H V", "f": "B T H M"},
+    {"B": 8, "T": 4096, "HQ": 16, "H": 16, "K": 128, "V": 128, "M": 32}, kernels=_kernels, gluon=GLUON,
+    limit=lambda x: limit(_tile(x), x["k"].shape[3], x["v"].shape[3]),
+)  # fmt: skip
 register_operation(
-    Operation(
-        slot_window_attention_step,
-        {"q": "B HQ K", "k": "B H K", "v": "B H V", "f": "B H M"},
-        {"B": 8, "HQ": 16, "H": 16, "K": 128, "V": 128, "M": 32},
-        lambda x, impl: whole("slot_window_attention_step", x, impl),
-    )
-)
+    slot_window_attention_step, {"q": "B HQ K", "k": "B H K", "v": "B H V", "f": "B H M"},
+    {"B": 8, "HQ": 16, "H": 16, "K": 128, "V": 128, "M": 32},
+)  # fmt: skip

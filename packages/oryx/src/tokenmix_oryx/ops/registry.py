@@ -6,29 +6,18 @@ from collections.abc import Mapping
 
 from tokenmix_core.ops import (
     GLUON,
-    WHOLE,
-    Operation,
     Tensors,
     attention_steps,
     delta_rule_steps,
     limit,
     register_operation,
     ssd_steps,
-    whole,
 )
 from tokenmix_oryx.ops.mixing.api import mix
 from tokenmix_oryx.ops.selected_queries.api import selected_attention
 
 
-def _selected(tensors: Tensors, impl: str | None) -> Mapping[str, str]:
-    found = whole("selected_attention", tensors, impl, GLUON)
-    return found if found[WHOLE] == "reference" else attention_steps(*(tensors[name] for name in "qkv"), impl)
-
-
 def _mixed(tensors: Tensors, impl: str | None) -> Mapping[str, str]:
-    found = whole("mix", tensors, impl, GLUON)
-    if found[WHOLE] == "reference":
-        return found
     rows, shared, rates = tensors.values()
     heads = rows[:1, :1].expand(*shared.shape[:2], len(rates), rows.shape[1] // len(rates))
     parts = {
@@ -41,21 +30,12 @@ def _mixed(tensors: Tensors, impl: str | None) -> Mapping[str, str]:
 
 
 register_operation(
-    Operation(
-        selected_attention,
-        {"q": "B T HQ K", "k": "B T H K", "v": "B T H V"},
-        {"B": 8, "T": 4096, "HQ": 16, "H": 16, "K": 128, "V": 128},
-        _selected,
-        GLUON,
-        lambda x: limit(x["q"], x["k"], x["v"]),
-    )
-)
+    selected_attention, {"q": "B T HQ K", "k": "B T H K", "v": "B T H V"},
+    {"B": 8, "T": 4096, "HQ": 16, "H": 16, "K": 128, "V": 128},
+    kernels=lambda x, impl: attention_steps(x["q"], x["k"], x["v"], impl), gluon=GLUON,
+    limit=lambda x: limit(x["q"], x["k"], x["v"]),
+)  # fmt: skip
 register_operation(
-    Operation(
-        mix,
-        {"rows": "N E", "shared": "B T C", "A_log": "H"},
-        {"B": 8, "T": 4096, "N": 32768, "E": 2048, "C": 6208, "H": 16},
-        _mixed,
-        GLUON,
-    )
-)
+    mix, {"rows": "N E", "shared": "B T C", "A_log": "H"},
+    {"B": 8, "T": 4096, "N": 32768, "E": 2048, "C": 6208, "H": 16}, kernels=_mixed, gluon=GLUON,
+)  # fmt: skip
