@@ -151,82 +151,29 @@ def rotate_backward_kernel(
         tl.store(p_dw + HALF, tl.sum(b_dw_b, 0), mask=o_d < HALF)
 
 
-def rotate_forward(x: Tensor, weight: Tensor | None, cos: Tensor, sin: Tensor, H: int, eps: float) -> Tensor:
-    """Return x `[tokens, H · K]` rotated; cos and sin `[rotated, K / 2]` and each token's heads are contiguous."""
-    tokens, width = x.shape
-    y = torch.empty((tokens, width), dtype=x.dtype, device=x.device)
-    tile = tuning.row_tile(width // H // 2)
-    rotate_kernel[(cdiv(tokens * H, tile.BM),)](
-        x=x, weight=weight, cos=cos, sin=sin, y=y, stride_x=x.stride(0), rows=tokens * H, rotated=len(cos), H=H,
-        eps=eps, HALF=width // H // 2, BM=tile.BM, BH=tile.BD, num_warps=tile.num_warps,
-    )  # fmt: skip
-    return y
-
-
-def rotate_step(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor | None,
-    q_weight: Tensor | None,
-    k_weight: Tensor | None,
-    cos: Tensor | None,
-    sin: Tensor | None,
-    keys: Tensor,
-    values: Tensor | None,
-    positions: Tensor | None,
-    eps: float,
-) -> Tensor:
-    """Return the rotated q `[B, HQ, K]`; store the rotated k, and v, at `positions [B]` of the cache `[B, S, H, ...]`.
-
-    q, k and v have one stride between rows and contiguous heads; cos and sin `[rotated, K / 2]` are contiguous, or None
-    for no rotation. Without `positions` the position is 0.
-    """
-    (B, HQ, K), H = q.shape, k.shape[1]
-    V = 1 if v is None else v.shape[2]
-    y = torch.empty((B, HQ, K), dtype=q.dtype, device=q.device)
-    s_kb, s_kp, s_kh, _ = keys.stride()
-    s_vb, s_vp, s_vh, _ = (0, 0, 0, 0) if values is None else values.stride()
-    rotate_step_kernel[(B * (HQ + (1 if v is None else 2) * H),)](
-        q=q, k=k, v=v, q_weight=q_weight, k_weight=k_weight, cos=cos, sin=sin, y=y, keys=keys, values=values,
-        positions=positions, stride_q=q.stride(0), stride_k=k.stride(0), stride_v=0 if v is None else v.stride(0),
-        s_kb=s_kb, s_kp=s_kp, s_kh=s_kh, s_vb=s_vb, s_vp=s_vp, s_vh=s_vh, rotated=1 if cos is None else len(cos), HQ=HQ,
-        H=H, eps=eps, HALF=K // 2, V=V, BH=next_power_of_2(K // 2), BV=next_power_of_2(V), num_warps=1,
-    )  # fmt: skip
-    return y
-
-
-def rotate_backward(
-    x: Tensor | None, weight: Tensor | None, cos: Tensor, sin: Tensor, dy: Tensor, H: int, eps: float
-) -> tuple[Tensor, Tensor | None]:
-    """Return dx and, unless `weight` is None, dweight; x may be None if `weight` is None."""
-    tokens, width = dy.shape
-    K, tile = width // H, tuning.row_tile(width // H // 2)
-    programs = tuning.row_programs(cdiv(tokens * H, tile.BM))
-    dx = torch.empty((tokens, width), dtype=dy.dtype, device=dy.device)
-    dweights = None
-    if weight is not None:
-        dweights = torch.empty((programs, K), dtype=torch.float32, device=dy.device)
-    rotate_backward_kernel[(programs,)](
-        x=x, weight=weight, cos=cos, sin=sin, dy=dy, dx=dx, dweights=dweights,
-        stride_x=0 if x is None else x.stride(0), stride_dy=dy.stride(0), rows=tokens * H, rotated=len(cos), H=H,
-        eps=eps, HALF=K // 2, BM=tile.BM, BH=tile.BD, num_warps=tile.num_warps,
-    )  # fmt: skip
-    return dx, None if dweights is None or weight is None else dweights.sum(0).to(weight.dtype)
-
-
 def _tokens(x: Tensor) -> Tensor:
     """Return x `[B, T, H, K]` reshaped to `[B · T, H · K]`, as a view if possible."""
     return as_rows(x.flatten(2))
 
 
 def _angles(x: Tensor) -> Tensor:
+    """Return cosines or sines as a contiguous matrix `[rotated, K / 2]`."""
     return x.reshape(-1, x.shape[-1]).contiguous()
 
 
+def _contiguous(x: Tensor | None) -> Tensor | None:
+    return None if x is None else x.contiguous()
+
+
 def _run(x, weight, cos, sin, eps) -> Tensor:
-    weight = None if weight is None else weight.contiguous()
-    y = rotate_forward(x=_tokens(x), weight=weight, cos=_angles(cos), sin=_angles(sin), H=x.shape[2], eps=eps)
-    return y.view(x.shape)
+    """Return x `[B, T, H, K]` rotated."""
+    (B, T, H, K), tokens, cos = x.shape, _tokens(x), _angles(cos)
+    y, tile = torch.empty(x.shape, dtype=x.dtype, device=x.device), tuning.row_tile(K // 2)
+    rotate_kernel[(cdiv(B * T * H, tile.BM),)](
+        x=tokens, weight=_contiguous(weight), cos=cos, sin=_angles(sin), y=y, stride_x=tokens.stride(0), rows=B * T * H,
+        rotated=len(cos), H=H, eps=eps, HALF=K // 2, BM=tile.BM, BH=tile.BD, num_warps=tile.num_warps,
+    )  # fmt: skip
+    return y
 
 
 def _save(ctx, inputs, output) -> None:
@@ -234,24 +181,44 @@ def _save(ctx, inputs, output) -> None:
     ctx.save_for_backward(None if weight is None else x, weight, cos, sin)
 
 
-def _backward(dy, x, weight, cos, sin, eps):
-    x = None if x is None else _tokens(x)
-    weight = None if weight is None else weight.contiguous()
-    dx, dweight = rotate_backward(
-        x=x, weight=weight, cos=_angles(cos), sin=_angles(sin), dy=_tokens(dy), H=dy.shape[2], eps=eps
-    )
-    return dx.view(dy.shape), dweight
+def _backward(dy, x, weight, cos, sin, eps) -> tuple[Tensor, Tensor | None]:
+    """Return dx and, unless `weight` is None, dweight; x may be None if `weight` is None."""
+    (B, T, H, K), cos = dy.shape, _angles(cos)
+    tokens, tile = None if x is None else _tokens(x), tuning.row_tile(K // 2)
+    programs = tuning.row_programs(cdiv(B * T * H, tile.BM))
+    dx = torch.empty(dy.shape, dtype=dy.dtype, device=dy.device)
+    dweights = None
+    if weight is not None:
+        dweights = torch.empty((programs, K), dtype=torch.float32, device=dy.device)
+    dy = _tokens(dy)
+    rotate_backward_kernel[(programs,)](
+        x=tokens, weight=_contiguous(weight), cos=cos, sin=_angles(sin), dy=dy, dx=dx, dweights=dweights,
+        stride_x=0 if tokens is None else tokens.stride(0), stride_dy=dy.stride(0), rows=B * T * H, rotated=len(cos),
+        H=H, eps=eps, HALF=K // 2, BM=tile.BM, BH=tile.BD, num_warps=tile.num_warps,
+    )  # fmt: skip
+    return dx, None if dweights is None or weight is None else dweights.sum(0).to(weight.dtype)
 
 
 def _run_step(q, k, v, q_weight, k_weight, cos, sin, keys, values, positions, eps) -> Tensor:
-    q, k, v = (None if x is None else as_rows(x.flatten(1)).view(x.shape) for x in (q, k, v))
-    q_weight, k_weight = (None if w is None else w.contiguous() for w in (q_weight, k_weight))
+    """Return the rotated q `[B, HQ, K]`; store the rotated k, and v, at `positions [B]` of the cache `[B, S, H, ...]`.
+
+    Without cos and sin nothing is rotated, and without `positions` the position is 0.
+    """
+    (B, HQ, K), H, V = q.shape, k.shape[1], 1 if v is None else v.shape[2]
+    q, k = (as_rows(x.flatten(1)).view(x.shape) for x in (q, k))
+    v = None if v is None else as_rows(v.flatten(1)).view(v.shape)
     cos, sin = (None if x is None else _angles(x) for x in (cos, sin))
-    positions = None if positions is None else positions.contiguous()
-    return rotate_step(
-        q=q, k=k, v=v, q_weight=q_weight, k_weight=k_weight, cos=cos, sin=sin, keys=keys, values=values,
-        positions=positions, eps=eps,
+    y = torch.empty((B, HQ, K), dtype=q.dtype, device=q.device)
+    s_kb, s_kp, s_kh, _ = keys.stride()
+    s_vb, s_vp, s_vh, _ = (0, 0, 0, 0) if values is None else values.stride()
+    rotate_step_kernel[(B * (HQ + (1 if v is None else 2) * H),)](
+        q=q, k=k, v=v, q_weight=_contiguous(q_weight), k_weight=_contiguous(k_weight), cos=cos, sin=sin, y=y,
+        keys=keys, values=values, positions=_contiguous(positions), stride_q=q.stride(0), stride_k=k.stride(0),
+        stride_v=0 if v is None else v.stride(0), s_kb=s_kb, s_kp=s_kp, s_kh=s_kh, s_vb=s_vb, s_vp=s_vp, s_vh=s_vh,
+        rotated=1 if cos is None else len(cos), HQ=HQ, H=H, eps=eps, HALF=K // 2, V=V, BH=next_power_of_2(K // 2),
+        BV=next_power_of_2(V), num_warps=1,
     )  # fmt: skip
+    return y
 
 
 rotate_step_triton = Replayed(_run_step)
