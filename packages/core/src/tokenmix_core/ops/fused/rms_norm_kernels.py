@@ -125,66 +125,60 @@ def rms_norm_backward_kernel(
     tl.store(p_dw, tl.sum(b_dw, 0), mask=m_d)
 
 
-def rms_norm_forward(
-    x: Tensor, branch: Tensor | None, z: Tensor | None, weight: Tensor, eps: float, size: int, before: bool,
-    dtype: torch.dtype,
-) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """Return y, and x + branch if there is a branch; all are `[tokens, groups · size]` with one stride between rows.
+def _rows(x: Tensor | None) -> tuple[Tensor | None, int]:
+    """Return x as rows with one stride between them, and this stride; None and 0 for None."""
+    x = None if x is None else as_rows(x)
+    return x, 0 if x is None else x.stride(0)
+
+
+def _forward(x, branch, z, weight, eps, size, before, dtype) -> tuple[Tensor, Tensor | None]:
+    """Return y, and x + branch if there is a branch; all are `[*, groups · size]`.
 
     If `before`, the gate silu(z) multiplies the norm's input, else its output.
     """
-    before = before and z is not None
-    tokens, width = x.shape
-    groups, parts = width // size, len(weight) // size
-    y = torch.empty((tokens, width), dtype=dtype, device=x.device)
+    groups, parts, before = x.shape[-1] // size, len(weight) // size, before and z is not None
+    y = torch.empty(x.shape, dtype=dtype, device=x.device)
     total = None
     if branch is not None:
-        total = torch.empty((tokens, width), dtype=torch.promote_types(x.dtype, branch.dtype), device=x.device)
-    rows, tile = tokens * groups // parts, tuning.row_tile(size)
+        total = torch.empty(x.shape, dtype=torch.promote_types(x.dtype, branch.dtype), device=x.device)
+    rows, tile = x.numel() // size // parts, tuning.row_tile(size)
+    (x, stride_x), (branch, stride_branch), (z, stride_z) = map(_rows, (x, branch, z))
     rms_norm_kernel[(cdiv(rows, tile.BM), parts)](
-        x=x, branch=branch, z=z, weight=weight, total=total, y=y, stride_x=x.stride(0),
-        stride_branch=0 if branch is None else branch.stride(0), stride_z=0 if z is None else z.stride(0), rows=rows,
-        groups=groups, eps=eps, SIZE=size, BM=tile.BM, BD=tile.BD, PARTS=parts > 1, BEFORE=before,
-        AFTER=z is not None and not before, num_warps=tile.num_warps,
+        x=x, branch=branch, z=z, weight=weight.contiguous(), total=total, y=y, stride_x=stride_x,
+        stride_branch=stride_branch, stride_z=stride_z, rows=rows, groups=groups, eps=eps, SIZE=size, BM=tile.BM,
+        BD=tile.BD, PARTS=parts > 1, BEFORE=before, AFTER=z is not None and not before, num_warps=tile.num_warps,
     )  # fmt: skip
     return y, total
 
 
-def rms_norm_backward(
-    h: Tensor, z: Tensor | None, weight: Tensor, dy: Tensor, dtotal: Tensor | None, eps: float, size: int, before: bool,
-    dtype: torch.dtype, branch_dtype: torch.dtype | None,
-) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor]:  # fmt: skip
-    """Return dx in `dtype`, dbranch in `branch_dtype` (dx itself if equal), dz and dweight; h is the norm's input."""
-    before = before and z is not None
-    tokens, width = h.shape
-    groups, parts = width // size, len(weight) // size
-    dx = torch.empty((tokens, width), dtype=dtype, device=h.device)
-    dz = None if z is None else torch.empty((tokens, width), dtype=z.dtype, device=h.device)
+def _gradients_of(
+    h, z, weight, dy, dtotal, eps, size, before, dtype, branch_dtype
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor]:
+    """Return dx in `dtype`, dbranch in `branch_dtype` (if equal, a view of dx), dz, dweight; h is the norm's input."""
+    groups, parts, before = h.shape[-1] // size, len(weight) // size, before and z is not None
+    dx = torch.empty(h.shape, dtype=dtype, device=h.device)
+    dz = None if z is None else torch.empty(h.shape, dtype=z.dtype, device=h.device)
     dbranch = None
     if branch_dtype is not None and branch_dtype != dtype:
-        dbranch = torch.empty((tokens, width), dtype=branch_dtype, device=h.device)
-    rows, tile = tokens * groups // parts, tuning.row_tile(size)
+        dbranch = torch.empty(h.shape, dtype=branch_dtype, device=h.device)
+    rows, tile = h.numel() // size // parts, tuning.row_tile(size)
     programs = tuning.row_programs(cdiv(rows, tile.BM) * parts) // parts or 1
     dweights = torch.empty((programs, len(weight)), dtype=torch.float32, device=h.device)
+    (h, stride_h), (z, stride_z), (dy, stride_dy), (dtotal, stride_dtotal) = map(_rows, (h, z, dy, dtotal))
     rms_norm_backward_kernel[(programs, parts)](
-        h=h, z=z, weight=weight, dy=dy, dtotal=dtotal, dx=dx, dbranch=dbranch, dz=dz, dweights=dweights,
-        stride_h=h.stride(0), stride_z=0 if z is None else z.stride(0), stride_dy=dy.stride(0),
-        stride_dtotal=0 if dtotal is None else dtotal.stride(0), rows=rows, groups=groups, eps=eps, SIZE=size,
-        BM=tile.BM, BD=tile.BD, PARTS=parts > 1, BEFORE=before, AFTER=z is not None and not before,
-        num_warps=tile.num_warps,
+        h=h, z=z, weight=weight.contiguous(), dy=dy, dtotal=dtotal, dx=dx, dbranch=dbranch, dz=dz, dweights=dweights,
+        stride_h=stride_h, stride_z=stride_z, stride_dy=stride_dy, stride_dtotal=stride_dtotal, rows=rows,
+        groups=groups, eps=eps, SIZE=size, BM=tile.BM, BD=tile.BD, PARTS=parts > 1, BEFORE=before,
+        AFTER=z is not None and not before, num_warps=tile.num_warps,
     )  # fmt: skip
     if branch_dtype is not None and dbranch is None:
-        dbranch = dx
+        dbranch = dx.view(dx.shape)
     return dx, dbranch, dz, dweights.sum(0).to(weight.dtype)
 
 
 def _run(x, branch, weight, eps, dtype):
-    branch = None if branch is None else as_rows(branch)
-    y, total = rms_norm_forward(
-        x=as_rows(x), branch=branch, z=None, weight=weight.contiguous(), eps=eps, size=x.shape[-1], before=False,
-        dtype=dtype,
-    )  # fmt: skip
-    return (y.view(x.shape),) if total is None else (y.view(x.shape), total.view(x.shape))
+    y, total = _forward(x, branch, None, weight, eps, x.shape[-1], False, dtype)
+    return (y,) if total is None else (y, total)
 
 
 def _save(ctx, inputs, output) -> None:
@@ -195,12 +189,9 @@ def _save(ctx, inputs, output) -> None:
 
 
 def _backward(h, weight, dy, dtotal, eps, dtype, branch_dtype):
-    dtotal = None if dtotal is None else as_rows(dtotal)
-    dx, dbranch, _, dweight = rms_norm_backward(
-        h=as_rows(h), z=None, weight=weight.contiguous(), dy=as_rows(dy), dtotal=dtotal, eps=eps, size=h.shape[-1],
-        before=False, dtype=dtype, branch_dtype=branch_dtype,
-    )  # fmt: skip
-    return dx.view(h.shape), None if dbranch is None else dbranch.view(h.shape), dweight
+    size = h.shape[-1]
+    dx, dbranch, _, dweight = _gradients_of(h, None, weight, dy, dtotal, eps, size, False, dtype, branch_dtype)
+    return dx, dbranch, dweight
 
 
 _replayed = Replayed(_backward)
@@ -216,11 +207,7 @@ def _gradients(ctx, dy, dtotal=None):
 
 
 def _run_gated(x, z, weight, eps, before, size, dtype) -> Tensor:
-    z = None if z is None else as_rows(z)
-    y, _ = rms_norm_forward(
-        x=as_rows(x), branch=None, z=z, weight=weight.contiguous(), eps=eps, size=size, before=before, dtype=dtype
-    )
-    return y.view(x.shape)
+    return _forward(x, None, z, weight, eps, size, before, dtype)[0]
 
 
 def _save_gated(ctx, inputs, output) -> None:
@@ -229,12 +216,8 @@ def _save_gated(ctx, inputs, output) -> None:
 
 
 def _backward_gated(x, z, weight, dy, eps, before, size):
-    z = None if z is None else as_rows(z)
-    dx, _, dz, dweight = rms_norm_backward(
-        h=as_rows(x), z=z, weight=weight.contiguous(), dy=as_rows(dy), dtotal=None, eps=eps, size=size, before=before,
-        dtype=x.dtype, branch_dtype=None,
-    )  # fmt: skip
-    return dx.view(x.shape), None if dz is None else dz.view(x.shape), dweight
+    dx, _, dz, dweight = _gradients_of(x, z, weight, dy, None, eps, size, before, x.dtype, None)
+    return dx, dz, dweight
 
 
 _replayed_gated = Replayed(_backward_gated)
