@@ -63,9 +63,10 @@ def swiglu_backward_kernel(
 
 
 def swiglu_forward(a: Tensor, b: Tensor) -> Tensor:
-    """Return h = silu(a) · b; a and b are `[rows, D]`, each with one stride between rows."""
+    """Return h = silu(a) · b."""
+    h = torch.empty(a.shape, dtype=a.dtype, device=a.device)
+    a, b = as_rows(a), as_rows(b)
     rows, D = a.shape
-    h = torch.empty((rows, D), dtype=a.dtype, device=a.device)
     swiglu_kernel[(cdiv(rows, BM), cdiv(D, BD))](
         a=a, b=b, h=h, stride_a=a.stride(0), stride_b=b.stride(0), rows=rows, D=D, BM=BM, BD=BD, num_warps=4,
     )  # fmt: skip
@@ -73,9 +74,10 @@ def swiglu_forward(a: Tensor, b: Tensor) -> Tensor:
 
 
 def swiglu_backward(a: Tensor, b: Tensor, dh: Tensor, recompute: bool) -> tuple[Tensor, Tensor]:
-    """Return da and db; with `recompute`, overwrite dh with h, so that h takes no memory of its own at the peak."""
+    """Return da and db; with `recompute`, overwrite the rows dh with h, so that h takes no memory at the peak."""
+    da, db = (torch.empty(a.shape, dtype=a.dtype, device=a.device) for _ in range(2))
+    a, b, dh = as_rows(a), as_rows(b), as_rows(dh)
     rows, D = a.shape
-    da, db = (torch.empty((rows, D), dtype=a.dtype, device=a.device) for _ in range(2))
     swiglu_backward_kernel[(cdiv(rows, BM), cdiv(D, BD))](
         a=a, b=b, dh=dh, da=da, db=db, stride_a=a.stride(0), stride_b=b.stride(0), stride_dh=dh.stride(0),
         rows=rows, D=D, RECOMPUTE=recompute, BM=BM, BD=BD, num_warps=4,
@@ -83,20 +85,11 @@ def swiglu_backward(a: Tensor, b: Tensor, dh: Tensor, recompute: bool) -> tuple[
     return da, db
 
 
-def _run(a, b) -> Tensor:
-    return swiglu_forward(as_rows(a), as_rows(b)).view(a.shape)
-
-
 def _save(ctx, inputs, output) -> None:
     ctx.save_for_backward(*inputs)
 
 
-def _backward(a, b, dh):
-    da, db = swiglu_backward(as_rows(a), as_rows(b), as_rows(dh), False)
-    return da.view(a.shape), db.view(b.shape)
-
-
-_replayed = Replayed(_backward)
+_replayed = Replayed(swiglu_backward)
 
 
 def _run_linear(a, b, weight, residual) -> Tensor:
@@ -117,14 +110,16 @@ def _save_linear(ctx, inputs, output) -> None:
 def _backward_linear(a, b, weight, dy):
     rows = as_rows(dy)
     dh = torch.mm(rows, weight)
-    da, db = swiglu_backward(as_rows(a), as_rows(b), dh, True)
+    da, db = swiglu_backward(a, b, dh, True)
     # `swiglu_backward` has overwritten dh with h
-    return da.view(a.shape), db.view(b.shape), torch.mm(rows.t(), dh)
+    return da, db, torch.mm(rows.t(), dh)
 
 
 _replayed_linear = Replayed(_backward_linear)
 
-swiglu_triton = eager_function("swiglu", _run, _save, lambda ctx, dh: _replayed(*ctx.saved_tensors, dh))
+swiglu_triton = eager_function(
+    "swiglu", swiglu_forward, _save, lambda ctx, dh: _replayed(*ctx.saved_tensors, dh, False)
+)
 
 
 def _gradients_linear(ctx, dy):
