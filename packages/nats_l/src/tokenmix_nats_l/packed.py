@@ -110,14 +110,14 @@ def _continue_packed(
     fills, counts = [n % C for n in before], [end - start for start, end in pairwise(boundaries)]
     M = max(cdiv(fill + count, C) for fill, count in zip(fills, counts, strict=True))
     fill, lengths, row = span.before % C, span.after - span.before, span.rows
-    place = span.positions - (span.before - fill)[row]
+    position = span.positions - (span.before - fill)[row]
     closed, index = (fill + lengths) // C, torch.arange(M, device=device)
 
     def by_row(new: Tensor, opened: Tensor | None = None) -> Tensor:
         """Return rows of M chunks: tokens of the open chunk `[N, C, ...]`, if given, and new tokens `[total, ...]`."""
         shape = (N, M * C, *new.shape[1:])
         rows = new.new_zeros(shape) if opened is None else F.pad(opened.to(new.dtype), (0, 0, 0, 0, 0, (M - 1) * C))
-        return rows.flatten(0, 1).index_copy(0, row * M * C + place, new).view(shape)
+        return rows.flatten(0, 1).index_copy(0, row * M * C + position, new).view(shape)
 
     sums = by_row(x[0]).unflatten(1, (M, C)).sum(2, dtype=state.inputs.value.dtype)
     sums = sums + F.pad(state.inputs.value.unsqueeze(1), (0, 0, 0, M - 1))
@@ -126,10 +126,10 @@ def _continue_packed(
     k = by_row(tokens.softmax_k[0], state.open_keys.value)
     v = by_row(tokens.softmax_v[0], state.open_values.value)
     rows = tokens._replace(softmax_q=by_row(tokens.softmax_q[0]), softmax_k=k, softmax_v=v)
-    softmax = attend(layer, rows, types, state, 0)[row, place].unsqueeze(0)
+    softmax = attend(layer, rows, types, state, 0)[row, position].unsqueeze(0)
 
     # a stable sort: tokens of the open chunks, of further complete chunks, of the chunks that are open afterwards
-    chunk = place // C
+    chunk = position // C
     order = torch.where(chunk == 0, 0, 1 + (chunk >= closed[row])).to(torch.uint8).argsort(stable=True)
     heads = [min(C - fill, count) for fill, count in zip(fills, counts, strict=True)]
     middles = [max((fill + count) // C - 1, 0) * C for fill, count in zip(fills, counts, strict=True)]
