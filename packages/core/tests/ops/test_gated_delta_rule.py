@@ -12,13 +12,19 @@ import torch
 from torch import Tensor
 
 from tokenmix_core.chunking import chunk_slots
-from tokenmix_core.ops import chunk_gated_delta_rule, gated_delta_rule_step, recurrent_gated_delta_rule
+from tokenmix_core.ops import (
+    chunk_gated_delta_rule,
+    gated_delta_rule_prefill,
+    gated_delta_rule_step,
+    recurrent_gated_delta_rule,
+)
 from tokenmix_core.ops.gated_delta_rule import tuning
 from tokenmix_core.ops.gated_delta_rule.gqa_reduce import sum_groups
 from tokenmix_core.ops.types import ScanOutput
 from tokenmix_core.testing.agreement import assert_agrees, gradients_through, values_and_gradients, watched
 from tokenmix_core.testing.closeness import relative_error
 from tokenmix_core.testing.operations import HALF, Call, KernelCase, OpContract
+from tokenmix_core.testing.slot_contract import PrefillTests
 
 PACKED = [0, 0, 1, 64, 64, 129]
 
@@ -59,8 +65,15 @@ def by_tokens(q, k, v, g, beta, initial_state, scale, qk_l2norm):
     return ScanOutput(torch.stack(outputs, 1), S.mT)
 
 
-class TestGatedDeltaRule(OpContract):
-    covers = (chunk_gated_delta_rule, recurrent_gated_delta_rule, gated_delta_rule_step)
+def in_segments(override):
+    """Sequences in segments of one chunk."""
+    override(tuning, segment_tokens=lambda *_: 64)
+
+
+class TestGatedDeltaRule(PrefillTests, OpContract):
+    covers = (chunk_gated_delta_rule, recurrent_gated_delta_rule, gated_delta_rule_prefill, gated_delta_rule_step)
+    prefill = (gated_delta_rule_prefill, dict(K=64, V=64, N=5, boundaries=[0, 0, 1, 64, 200, 203]))
+    prefill_patches: ClassVar = {"segments": in_segments}
     forms: ClassVar = {"chunks": chunk_gated_delta_rule, "tokens": recurrent_gated_delta_rule}
     tokens = ("q", "k", "v", "g", "beta")
     state = ("initial_state", "final_state")
@@ -148,6 +161,9 @@ class TestGatedDeltaRule(OpContract):
         arguments = [*(value[:, 0] for value in arguments[:5]), arguments[5], 0.5, True]
         yield ops.step_op, arguments, *tests
         yield ops.step_op, (*arguments, None, torch.zeros(1, dtype=torch.int32, device=device)), *tests
+        slots, fresh = torch.zeros(1, dtype=torch.int32, device=device), torch.zeros(1, dtype=torch.bool, device=device)
+        arguments = [*(value.detach() for value in x.values()), slots, fresh, None, 0.5, True]
+        yield ops.prefill_op, arguments, *tests
 
 
 def boundaries(values=PACKED, device="cpu"):

@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch._subclasses import FakeTensorMode
 
-from tokenmix_core.ops import chunk_gated_delta_rule, gated_delta_rule_step
+from tokenmix_core.ops import chunk_gated_delta_rule, gated_delta_rule_prefill, gated_delta_rule_step
 from tokenmix_core.ops.dispatch import GluonForm
 from tokenmix_core.ops.gated_delta_rule import autograd, hopper, plan, recurrent, tuning
 from tokenmix_core.testing import gluon_emulator
 from tokenmix_core.testing.agreement import RoundedProducts, assert_agrees, granted_to_sums, values_and_gradients
 from tokenmix_core.testing.closeness import assert_within, relative_error
-from tokenmix_core.testing.slot_contract import padded_rows, step_in_slots
+from tokenmix_core.testing.slot_contract import padded_rows, prefill_in_slots, step_in_slots
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels themselves are tested on a GPU")
 
@@ -296,6 +296,31 @@ def test_one_token(V, qk_l2norm, monkeypatch, override):
             results.append((gated_delta_rule_step(**token, state=state, qk_l2norm=qk_l2norm, impl=impl), state))
         for name, *values in zip(("o", "state"), *results, strict=True):
             assert_within(name, *values)
+
+
+@pytest.mark.parametrize(
+    ("K", "V", "segment", "dtype"),
+    [
+        (128, 128, 0, torch.float32),
+        (128, 128, 64, torch.float16),
+        (128, 256, 64, torch.float32),
+        (256, 128, 64, torch.float16),
+        (256, 128, 0, torch.float32),
+    ],
+)
+def test_a_prefill_in_slots_equals_a_call_on_states(K, V, segment, dtype, on_hopper, override):
+    if segment:
+        override(tuning, segment_tokens=lambda *_: segment)
+    x = {name: value.half() if name in "qkv" else value for name, value in inputs(1, 203, 1, 2, K, V, N=5).items()}
+    state, rest = x.pop("initial_state").to(dtype), {"qk_l2norm": True}
+    x["cu_seqlens"] = torch.tensor([0, 0, 1, 64, 200, 203], dtype=torch.int32)
+    before = state.float()
+    before[:2] = 0
+    wanted = chunk_gated_delta_rule(**x, **rest, initial_state=before, impl="gluon")
+    o, found = prefill_in_slots(gated_delta_rule_prefill, x | rest, state, torch.int64, "gluon")
+    assert torch.equal(o, wanted.o)
+    assert torch.equal(found, wanted.final_state[1:].to(dtype))
+    assert on_hopper == {"prepare", "forward" if K == 128 else "forward_tiled"}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)

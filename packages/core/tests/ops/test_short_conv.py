@@ -9,13 +9,21 @@ import pytest
 import torch
 from torch import Tensor
 
-from tokenmix_core.ops import short_conv, short_conv_step, short_conv_steps, short_convs
+from tokenmix_core.ops import (
+    short_conv,
+    short_conv_prefill,
+    short_conv_step,
+    short_conv_steps,
+    short_convs,
+    short_convs_prefill,
+)
+from tokenmix_core.ops.causal_conv1d import tuning
 from tokenmix_core.ops.types import ScanOutput
 from tokenmix_core.testing.agreement import assert_agrees, gradients_through, values_and_gradients, watched
 from tokenmix_core.testing.closeness import relative_error
 from tokenmix_core.testing.layout_contract import differently_laid
 from tokenmix_core.testing.operations import ALL_CHECKS, HALF, Call, KernelCase, OpContract
-from tokenmix_core.testing.slot_contract import SLOTS, padded_rows, poisoned_pool
+from tokenmix_core.testing.slot_contract import SLOTS, PrefillTests, padded_rows, poisoned_pool
 
 PACKED = [0, 0, 3, 36, 36, 37]
 
@@ -33,8 +41,17 @@ def z(*shape: int, dtype=torch.float32) -> Tensor:
     return torch.zeros(shape, dtype=dtype)
 
 
-class TestShortConv(OpContract):
-    covers = (short_conv, short_conv_step, short_conv_steps)
+def short_runs(override):
+    """Runs of one or two tokens, so that the programs of a sequence are many."""
+    override(tuning, conv1d_forward_tile=lambda *_: tuning.Conv1dTile(2, 1, 32))
+
+
+class TestShortConv(PrefillTests, OpContract):
+    covers = (short_conv, short_conv_prefill, short_convs_prefill, short_conv_step, short_conv_steps)
+    prefill = (short_conv_prefill, dict(N=5, activation="silu", boundaries=PACKED))
+    prefill_patches: ClassVar = {"short runs": short_runs}
+    # the inputs before a sequence have the activations' dtype
+    prefill_pools = (torch.float32,)
     forms: ClassVar = {"whole": short_conv}
     tokens = ("x",)
     state = ("initial_state", "final_state")
@@ -118,6 +135,10 @@ class TestShortConv(OpContract):
         several = [y for x in (x[:, 0], weight, state) for y in (x, x.clone(), None)]
         yield autograd.short_conv_steps_op, (*several, "silu"), "test_schema", "test_faketensor"
         yield autograd.short_conv_steps_op, (*several, "silu", slots), "test_schema", "test_faketensor"
+        fresh = slots > 0
+        yield autograd.short_conv_prefill_op, (x, weight, bias, state, slots, fresh, "silu", None)
+        several = [y for x in (x, weight, state) for y in (x, x.clone(), None)]
+        yield autograd.short_convs_prefill_op, (*several, slots, None, "silu", None), "test_schema", "test_faketensor"
         two, weights, states = ([t.clone().requires_grad_() for t in (y, y)] for y in (x, weight, state))
         several, tests = (*two, None, *weights, None, "silu", *states, None, None), ALL_CHECKS[:3]
         yield autograd.short_convs_forward_op, several, *tests
@@ -142,6 +163,20 @@ def test_steps_of_several_inputs_are_those_of_each(impl, channels, dtype, device
             assert torch.equal(o, short_conv_step(token, weight, None, state, activation="silu", impl=impl))
     assert all(torch.equal(a, b) for a, b in zip(states, each, strict=True))
     assert [x.data_ptr() for x in states] == addresses
+
+
+@pytest.mark.parametrize("impl", ["reference", "triton"])
+def test_prefills_of_several_inputs_in_slots_are_those_of_each(impl, device):
+    slots = torch.tensor([3, -1, 0], device=device)
+    cu_seqlens = torch.tensor([0, 2, 5, 36], dtype=torch.int32, device=device)
+    given = [inputs(B=1, T=38, D=D, N=4, dtype=torch.float32, device=device) for D in (6, 40, 6)]
+    for number in (2, 3):
+        xs, weights, states = ([x[name] for x in given[:number]] for name in ("x", "weight", "initial_state"))
+        one, together = ([state.clone() for state in states] for _ in range(2))
+        options = {"slots": slots, "fresh": slots == 0, "activation": "silu", "cu_seqlens": cu_seqlens, "impl": impl}
+        got = short_convs_prefill(xs, weights, together, **options)
+        wanted = [short_conv_prefill(x, w, None, s, **options) for x, w, s in zip(xs, weights, one, strict=True)]
+        assert all(torch.equal(a, b) for a, b in zip((*got, *together), (*wanted, *one), strict=True))
 
 
 @pytest.mark.parametrize("impl", ["reference", "triton"])

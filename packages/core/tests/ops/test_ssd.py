@@ -9,13 +9,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from tokenmix_core.ops import chunk_ssd, recurrent_ssd, ssd_step
+from tokenmix_core.ops import chunk_ssd, recurrent_ssd, ssd_prefill, ssd_step
 from tokenmix_core.ops.ssd import tuning
 from tokenmix_core.ops.ssd.span_states import final_state, initial_gradient, span_decay
 from tokenmix_core.ops.types import ScanOutput
 from tokenmix_core.testing.agreement import assert_agrees, gradients_through, values_and_gradients, with_scanned_sums
 from tokenmix_core.testing.closeness import relative_error
 from tokenmix_core.testing.operations import Call, KernelCase, OpContract
+from tokenmix_core.testing.slot_contract import PrefillTests
 
 PACKED = [0, 0, 5, 69, 69, 70]
 
@@ -53,8 +54,10 @@ def widened(override):
     override(autograd, needs_widening=lambda x, *sizes: True)
 
 
-class TestSSD(OpContract):
-    covers = (chunk_ssd, recurrent_ssd, ssd_step)
+class TestSSD(PrefillTests, OpContract):
+    covers = (chunk_ssd, recurrent_ssd, ssd_prefill, ssd_step)
+    prefill = (ssd_prefill, dict(G=2, HV=4, N=5, steps=True, boundaries=[0, 0, 5, 69, 200, 203]))
+    prefill_patches: ClassVar = {"segments": segments, "widened heads": widened}
     forms: ClassVar = {"chunks": chunk_ssd, "tokens": recurrent_ssd}
     tokens = ("q", "k", "v", "g", "dt")
     state = ("initial_state", "final_state")
@@ -160,7 +163,13 @@ class TestSSD(OpContract):
         return ScanOutput(torch.stack(outputs, 1), S)
 
     def operators(self, device):
-        from tokenmix_core.ops.ssd.autograd import ssd_backward_op, ssd_forward_op, ssd_recurrent_op, ssd_step_op
+        from tokenmix_core.ops.ssd.autograd import (
+            ssd_backward_op,
+            ssd_forward_op,
+            ssd_prefill_op,
+            ssd_recurrent_op,
+            ssd_step_op,
+        )
 
         x = inputs(B=1, T=3, N=1, dtype=torch.float32, device=device, steps=True)
         q, k, v, g, dt, D, state = (value.requires_grad_() for value in x.values())
@@ -173,7 +182,9 @@ class TestSSD(OpContract):
         yield ssd_backward_op, (*arguments, dt, D, None, 1.0)
         arguments = q[:, 0], k[:, 0], v[:, 0], g[:, 0], state, None, None, 1.0
         yield ssd_step_op, arguments
-        yield ssd_step_op, (*arguments, None, torch.zeros(1, dtype=torch.int32, device=device))
+        slots = torch.zeros(1, dtype=torch.int32, device=device)
+        yield ssd_step_op, (*arguments, None, slots)
+        yield ssd_prefill_op, (q, k, v, g, state, slots, slots > 0, dt, D, None, 1.0)
 
 
 def one_row(arguments, boundaries):

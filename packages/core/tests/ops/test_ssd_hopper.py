@@ -9,13 +9,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tokenmix_core.ops import chunk_ssd, ssd_step
+from tokenmix_core.ops import chunk_ssd, ssd_prefill, ssd_step
 from tokenmix_core.ops.dispatch import GluonForm
 from tokenmix_core.ops.ssd import recurrent, tuning
 from tokenmix_core.testing import gluon_emulator
 from tokenmix_core.testing.agreement import assert_agrees
-from tokenmix_core.testing.closeness import assert_within
-from tokenmix_core.testing.slot_contract import padded_rows, step_in_slots
+from tokenmix_core.testing.closeness import assert_within, relative_error
+from tokenmix_core.testing.slot_contract import padded_rows, prefill_in_slots, step_in_slots
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels themselves are tested on a GPU")
 
@@ -125,6 +125,22 @@ def test_one_token(tile, weighted, monkeypatch, override):
         results.append((ssd_step(**token, state=state, scale=0.7, impl=impl), state))
     for name, *values in zip(("o", "state"), *results, strict=True):
         assert_within(name, *values)
+
+
+@pytest.mark.parametrize("segment", [0, 64], ids=["whole", "segments"])
+@pytest.mark.parametrize(("K", "dtype"), [(64, torch.float32), (256, torch.float16)], ids=["one part", "two parts"])
+def test_a_prefill_in_slots_equals_a_call_on_states(K, dtype, segment, on_hopper, override):
+    plan_with(override, 1, 64, segment, False)
+    x = inputs(B=1, T=203, G=1, HV=2, K=K, N=5, steps=True)
+    state, x["cu_seqlens"] = x.pop("initial_state").to(dtype), torch.tensor([0, 0, 1, 64, 200, 203], dtype=torch.int32)
+    before = state.float()
+    before[:2] = 0
+    wanted = chunk_ssd(**x, initial_state=before, impl="gluon")
+    o, found = prefill_in_slots(ssd_prefill, x, state, torch.int32, "gluon")
+    assert torch.equal(o, wanted.o)
+    # if there are segments, another kernel computes the final states than in the call on states
+    assert relative_error(found, wanted.final_state[1:]) < (1e-5 if dtype == torch.float32 else 5e-4)
+    assert on_hopper == {"forward"}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)

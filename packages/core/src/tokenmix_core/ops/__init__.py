@@ -5,7 +5,14 @@ from typing import TYPE_CHECKING
 # imported for its side effect: it registers the operations that `explain` describes
 import tokenmix_core.ops.registry  # noqa: F401
 from tokenmix_core._utils.lazy_imports import lazily
-from tokenmix_core.ops.causal_conv1d.api import short_conv, short_conv_step, short_conv_steps, short_convs
+from tokenmix_core.ops.causal_conv1d.api import (
+    short_conv,
+    short_conv_prefill,
+    short_conv_step,
+    short_conv_steps,
+    short_convs,
+    short_convs_prefill,
+)
 from tokenmix_core.ops.explanation import Explanation, explain
 from tokenmix_core.ops.fused.gdn_decode import delta_layer_step
 from tokenmix_core.ops.fused.gdn_gates import delta_gates
@@ -15,6 +22,7 @@ from tokenmix_core.ops.fused.rotary import rotate, rotate_step
 from tokenmix_core.ops.fused.swiglu import swiglu, swiglu_linear
 from tokenmix_core.ops.gated_delta_rule.api import (
     chunk_gated_delta_rule,
+    gated_delta_rule_prefill,
     gated_delta_rule_step,
     recurrent_gated_delta_rule,
 )
@@ -25,7 +33,7 @@ from tokenmix_core.ops.softmax_attention.api import (
     paged_attention_decode,
 )
 from tokenmix_core.ops.sparse_attention.api import kept_attention
-from tokenmix_core.ops.ssd.api import chunk_ssd, recurrent_ssd, ssd_step
+from tokenmix_core.ops.ssd.api import chunk_ssd, recurrent_ssd, ssd_prefill, ssd_step
 
 __all__ = [
     "DELTA_RULE_HEAD_SIZES",
@@ -41,6 +49,7 @@ __all__ = [
     "delta_rule_autograd",
     "explain",
     "fused_linears",
+    "gated_delta_rule_prefill",
     "gated_delta_rule_step",
     "gated_rms_norm",
     "kept_attention",
@@ -52,10 +61,13 @@ __all__ = [
     "rotate",
     "rotate_step",
     "short_conv",
+    "short_conv_prefill",
     "short_conv_step",
     "short_conv_steps",
     "short_convs",
+    "short_convs_prefill",
     "ssd_autograd",
+    "ssd_prefill",
     "ssd_step",
     "swiglu",
     "swiglu_linear",

@@ -1,18 +1,52 @@
-"""Decoding steps on pools of states: row n of a call reads and overwrites slot `slots[n]` of each pool.
+"""Calls on pools of states: sequence n of a call reads and overwrites slot `slots[n]` of each pool.
 
 A pool `[S, ...]` has a slot for each sequence. The elements of a slot are contiguous; the slots may be any distance
-apart. A row whose slot is negative is padding: its output is zero, and it reads and writes no slot.
+apart. A sequence with a negative slot reads and writes no slot. In a decoding step it is padding, and its output is
+zero. In a prefill, a call on whole sequences, it starts from a zero state, and its final state is dropped.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from tokenmix_core.ops.checks import check_dtype
+from tokenmix_core.ops.checks import bind_shapes, check_dtype
 from tokenmix_core.ops.dispatch import HALF
+from tokenmix_core.ops.types import ScanOutput
+
+
+class Pool(NamedTuple):
+    """A pool of states, and its slots for the sequences of a prefill.
+
+    Attributes:
+        state: the pool, `[S, ...]`.
+        slots: int32 or int64 `[N]`, the slot of each sequence.
+        fresh: bool `[N]`, True for a sequence that starts from a zero state and does not read its slot; None if none
+            does.
+    """
+
+    state: Tensor
+    slots: Tensor
+    fresh: Tensor | None
+
+
+def slot_arguments(pool: Pool | None) -> dict[str, Any]:
+    """Return the arguments of a kernel that describe slots; all are None without a pool."""
+    slots, fresh, stride = (None, None, None) if pool is None else (*pool[1:], pool.state.stride(0))
+    return {"slots": slots, "fresh": fresh, "stride_state": stride}
+
+
+def pool_strides(pools: Sequence[Pool] | None) -> list[int] | None:
+    """Return for each pool the elements from one slot to the next."""
+    return None if pools is None else [pool.state.stride(0) for pool in pools]
+
+
+def pool_of(state: Tensor, slots: Tensor, fresh: Tensor | None) -> Pool:
+    """Return the pool as kernels need it: slots and fresh contiguous."""
+    return Pool(state, slots.contiguous(), None if fresh is None else fresh.contiguous())
 
 
 def first_axis(slots: Tensor | None) -> str:
@@ -31,7 +65,7 @@ def check_written(op: str, slots: Tensor | None, **written: Tensor) -> None:
     The values of slots are checked only if they are on a CPU: reading them from a GPU would wait for its stream.
 
     Raises:
-        ValueError: a tensor is not contiguous, slots are not int32, or a slot does not exist.
+        ValueError: a tensor is not contiguous, slots are not integers, a slot does not exist or belongs to two rows.
     """
     for name, x in written.items():
         if not (x if slots is None else x[:1]).is_contiguous():
@@ -39,11 +73,37 @@ def check_written(op: str, slots: Tensor | None, **written: Tensor) -> None:
             raise ValueError(f"{op}: {name} must be contiguous{which} to be overwritten, got strides {x.stride()}")
     if slots is None:
         return
-    check_dtype(op, (torch.int32,), slots=slots)
+    check_dtype(op, (torch.int32, torch.int64), slots=slots)
     if not slots.is_cuda and not torch.compiler.is_compiling() and len(slots):
-        number = min(map(len, written.values()))
+        number, live = min(map(len, written.values())), slots[slots >= 0]
         if int(slots.max()) >= number:
             raise ValueError(f"{op}: slots must be less than the pool's {number} slots, got {slots.tolist()[:16]}")
+        if len(live.unique()) < len(live):
+            raise ValueError(f"{op}: slots must differ unless they are negative, got {slots.tolist()[:16]}")
+
+
+def check_pool(op: str, dims: dict[str, int], like: tuple[Tensor, str], shape: str, **pools: Tensor | None) -> None:
+    """Check pools of shape `shape`, their `slots` and `fresh` against the sizes `dims` of a prefill, among them N.
+
+    Args:
+        like: a tensor of the call and its shape: pools must be on its device.
+        pools: `slots`, `fresh` (may be None), and the pools by name.
+
+    Raises:
+        ValueError: shapes, dtypes, devices or strides do not fit, or as for `check_written`.
+    """
+    slots, fresh = pools.pop("slots"), pools.pop("fresh")
+    states = {name: (pool, f"S{i} {shape}") for i, (name, pool) in enumerate(pools.items())}
+    bind_shapes(op, dims, like=like, slots=(slots, "N"), fresh=(fresh, "N?"), **states)
+    check_dtype(op, (torch.bool,), fresh=fresh)
+    check_written(op, slots, **{name: pool for name, pool in pools.items() if pool is not None})
+
+
+def refuse_gradients(op: str, **tensors: Tensor | None) -> None:
+    """Raise a ValueError if gradients are enabled and a tensor requires one, because a prefill in slots has none."""
+    for name, x in tensors.items() if torch.is_grad_enabled() else ():
+        if x is not None and x.requires_grad:
+            raise ValueError(f"{op}: {name} requires a gradient, but the call has none; use torch.no_grad()")
 
 
 def check_spacing(op: str, slots: Tensor | None, state: Tensor, impl: str | None) -> None:
@@ -76,3 +136,17 @@ def at_slots(
     for pool, x in zip(pools, held, strict=True):
         pool.index_copy_(0, index, x)
     return o.new_zeros(len(slots), *o.shape[1:]).index_copy_(0, live, o)
+
+
+def scan_at_slots(run: Callable[[Tensor], ScanOutput], pool: Pool) -> Tensor:
+    """Return the outputs of `run(initial_state)`; store its final states in slots.
+
+    This is for references, and for calls that kernels cannot compute in slots: the states are gathered and scattered.
+    """
+    state, slots, fresh = pool
+    initial = state.new_zeros(len(slots), *state.shape[1:])
+    (read,) = torch.where(slots >= 0 if fresh is None else (slots >= 0) & ~fresh)
+    o, final_state = run(initial.index_copy_(0, read, state[slots[read].long()]))
+    (kept,) = torch.where(slots >= 0)
+    state.index_copy_(0, slots[kept].long(), final_state[kept].to(state.dtype))
+    return o

@@ -215,6 +215,7 @@ class OpContract(DerivativeTests, LayoutTests, PaddingTests, RefusalTests, SlotT
             "length": [*self.lengths],
             "cut_case": [*self.parts],
             "packed_case": [*self.packed],
+            "prefill_patch": [None, *getattr(self, "prefill_patches", ())],
             "grid_case": [name for name in self.kernels if name not in packed],
             "padded_call": [
                 *((impl, name, None) for impl in self.eager for name in self.packed),

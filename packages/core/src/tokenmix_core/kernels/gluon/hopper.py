@@ -230,6 +230,16 @@ def first_chunk(i_n, begin, T, C, PACKED: gl.constexpr):
 
 
 @gluon.jit
+def locate_slot(i_n, slots, fresh):
+    """Like `kernels.triton.varlen.locate_slot`."""
+    slot = gl.load(slots + i_n).to(gl.int64)
+    known = slot >= 0
+    if fresh is not None:
+        known = known & (gl.load(fresh + i_n) == 0)
+    return slot, known
+
+
+@gluon.jit
 def locate_chunk(i_c, T, C, N, cu_seqlens, PACKED: gl.constexpr, WARPS: gl.constexpr):
     """Find the chunk of C tokens with index `i_c` in the batch; results as in `kernels.triton.varlen.locate_chunk`."""
     if PACKED:

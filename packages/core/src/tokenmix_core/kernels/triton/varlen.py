@@ -54,3 +54,16 @@ def locate_chunk(i_c, T, C, N, cu_seqlens, PACKED: tl.constexpr):
         begin, length = sequence_span(i_n, T, cu_seqlens, PACKED)
         first = (i_c - i_n * chunks) * C
     return i_n, begin, length, first
+
+
+@triton.jit
+def locate_slot(i_n, slots, fresh):
+    """Return the slot of sequence `i_n`, as int64, and whether the sequence starts from the state in its slot.
+
+    A sequence starts from a zero state if its slot is negative, or if it is `fresh` (unless `fresh` is None).
+    """
+    slot = tl.load(slots + i_n).to(tl.int64)
+    known = slot >= 0
+    if fresh is not None:
+        known = known & (tl.load(fresh + i_n) == 0)
+    return slot, known

@@ -7,14 +7,22 @@ from functools import partial
 from typing import Literal
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from tokenmix_core.kernels.launch.cache.replay import Checked
 from tokenmix_core.ops.causal_conv1d.reference import short_conv_reference, short_conv_step_reference
 from tokenmix_core.ops.checks import bind_shapes, check_cu_seqlens, check_dtype, check_same_dtype
 from tokenmix_core.ops.dispatch import resolve_impl
-from tokenmix_core.ops.slots import at_slots, check_written, first_axis
+from tokenmix_core.ops.slots import (
+    Pool,
+    at_slots,
+    check_pool,
+    check_written,
+    first_axis,
+    refuse_gradients,
+    scan_at_slots,
+)
 from tokenmix_core.ops.types import Impl, ScanOutput
 
 Activation = Literal["silu"]
@@ -97,6 +105,80 @@ def short_convs(
     from tokenmix_core.ops.causal_conv1d.autograd import short_convs_triton
 
     return short_convs_triton(xs, weights, activation, initial_states, cu_seqlens)
+
+
+def short_conv_prefill(
+    x: Float[Tensor, "B T D"],
+    weight: Float[Tensor, "D W"],
+    bias: Float[Tensor, "D"] | None,
+    state: Float[Tensor, "S D W_minus_1"],
+    *,
+    slots: Int[Tensor, "N"],
+    fresh: Bool[Tensor, "N"] | None = None,
+    activation: Activation | None = None,
+    cu_seqlens: Int[Tensor, "N_plus_1"] | None = None,
+    impl: Impl | None = None,
+) -> Float[Tensor, "B T D"]:
+    """Compute `short_conv` from and into slots of a pool of last inputs. Not differentiable.
+
+    Args:
+        x, weight, bias, activation, cu_seqlens, impl: as for `short_conv`.
+        state: a pool `[S, D, W − 1]` in x's dtype.
+        slots, fresh: as for `gated_delta_rule_prefill`.
+
+    Returns:
+        o `[B, T, D]` in x's dtype.
+
+    Raises:
+        ValueError: as for `short_conv` and `gated_delta_rule_prefill`.
+    """
+    refuse_gradients("short_conv_prefill", x=x, weight=weight, bias=bias, state=state)
+    impl = _check_prefill(x, weight, bias, state, slots, fresh, activation, cu_seqlens, impl)
+    if impl != "reference":
+        from tokenmix_core.ops.causal_conv1d.autograd import prefill
+
+        return prefill(x, weight, bias, state, slots, fresh, activation, cu_seqlens)
+    run = partial(short_conv_reference, x, weight, bias, activation=activation, cu_seqlens=cu_seqlens)
+    return scan_at_slots(lambda before: run(initial_state=before), Pool(state, slots, fresh))
+
+
+def short_convs_prefill(
+    xs: Sequence[Float[Tensor, "B T _channels"]],
+    weights: Sequence[Float[Tensor, "_channels W"]],
+    states: Sequence[Float[Tensor, "S _channels W_minus_1"]],
+    *,
+    slots: Int[Tensor, "N"],
+    fresh: Bool[Tensor, "N"] | None = None,
+    activation: Activation | None = None,
+    cu_seqlens: Int[Tensor, "N_plus_1"] | None = None,
+    impl: Impl | None = None,
+) -> tuple[Tensor, ...]:
+    """Apply `short_conv_prefill` to two or three inputs, such as q, k and v, in one launch; without biases.
+
+    Args:
+        xs, weights, states: as for `short_conv_prefill`, with one dtype each and one W; D may differ.
+        slots, fresh: as for `short_conv_prefill`; all pools have the same slots.
+        activation, cu_seqlens, impl: as for `short_conv`.
+
+    Returns:
+        One tensor o `[B, T, D]` per input.
+
+    Raises:
+        ValueError: as for `short_conv_prefill`; or the counts of inputs, weights and states differ, or sizes do not
+            fit.
+    """
+    _check_number("short_convs_prefill", xs, weights, states)
+    given = [*zip(xs, weights, states, strict=True)]
+    for x, weight, state in given:
+        refuse_gradients("short_convs_prefill", x=x, weight=weight, state=state)
+        backend = _check_prefill(x, weight, None, state, slots, fresh, activation, cu_seqlens, impl)
+    _check_alike("short_convs_prefill", xs, weights)
+    if backend != "reference":
+        from tokenmix_core.ops.causal_conv1d.autograd import short_convs_prefill_triton
+
+        return short_convs_prefill_triton(xs, weights, states, slots, fresh, activation, cu_seqlens)
+    options = {"slots": slots, "fresh": fresh, "activation": activation, "cu_seqlens": cu_seqlens, "impl": impl}
+    return tuple(short_conv_prefill(x, weight, None, state, **options) for x, weight, state in given)
 
 
 @torch.no_grad()
@@ -204,7 +286,21 @@ def _check_several(number, activation, cu_seqlens, impl, *tensors) -> str | None
 @Checked
 def _check(x, weight, bias, activation, initial_state, cu_seqlens, impl) -> str | None:
     """Validate a call on whole sequences; return the implementation, as `resolve_impl` does."""
-    op = "short_conv"
+    return _bind("short_conv", x, weight, bias, activation, initial_state, cu_seqlens, impl)[1]
+
+
+@Checked
+def _check_prefill(x, weight, bias, state, slots, fresh, activation, cu_seqlens, impl) -> str | None:
+    """Validate a prefill in slots; return the implementation, as `resolve_impl` does."""
+    op = "short_conv_prefill"
+    dims, impl = _bind(op, x, weight, bias, activation, None, cu_seqlens, impl)
+    check_pool(op, dims, (x, "B T D"), "D W-1", state=state, slots=slots, fresh=fresh)
+    check_same_dtype(op, x=x, state=state)
+    return impl
+
+
+def _bind(op, x, weight, bias, activation, initial_state, cu_seqlens, impl) -> tuple[dict[str, int], str | None]:
+    """Validate a call on whole sequences; return its sizes and the implementation."""
     dims = bind_shapes(op, {}, x=(x, "B T D"), weight=(weight, "D W"), bias=(bias, "D?"))
     impl = resolve_impl(op, impl, x)
     if dims["T"] < 1:
@@ -213,7 +309,7 @@ def _check(x, weight, bias, activation, initial_state, cu_seqlens, impl) -> str 
     dims["N"] = dims["B"] if sequences is None else sequences
     _check_rest(op, impl, dims, x, weight, bias, activation, "N", initial_state=initial_state)
     bind_shapes(op, dims, x=(x, "B T D"), cu_seqlens=(cu_seqlens, "_?"))
-    return impl
+    return dims, impl
 
 
 @Checked

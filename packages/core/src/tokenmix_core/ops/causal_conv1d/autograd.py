@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,82 +10,19 @@ from torch import Tensor
 from tokenmix_core.chunking import num_sequences
 from tokenmix_core.ops.autograd import cached_op, differentiable, direct_when_eager, of_fields
 from tokenmix_core.ops.causal_conv1d import tuning
+from tokenmix_core.ops.causal_conv1d.types import (
+    BackwardInputs,
+    Inputs,
+    PrefillInputs,
+    PrefillsInputs,
+    SeveralBackwardInputs,
+    SeveralInputs,
+    StepInputs,
+    StepsInputs,
+)
 from tokenmix_core.ops.padding import zero_padding
+from tokenmix_core.ops.slots import pool_of
 from tokenmix_core.ops.types import ScanOutput
-
-
-class Inputs(NamedTuple):
-    """Arguments of `short_conv`."""
-
-    x: Tensor
-    weight: Tensor
-    bias: Tensor | None
-    activation: str | None
-    initial_state: Tensor | None
-    cu_seqlens: Tensor | None
-
-
-class BackwardInputs(NamedTuple):
-    """Arguments of the backward of `short_conv`: the forward's arguments, and gradients of o and the final state."""
-
-    inputs: Inputs
-    do: Tensor
-    final_gradient: Tensor | None
-
-
-class SeveralInputs(NamedTuple):
-    """Arguments of `short_convs`, for two or three inputs."""
-
-    x0: Tensor
-    x1: Tensor
-    x2: Tensor | None
-    weight0: Tensor
-    weight1: Tensor
-    weight2: Tensor | None
-    activation: str | None
-    initial0: Tensor | None
-    initial1: Tensor | None
-    initial2: Tensor | None
-    cu_seqlens: Tensor | None
-
-
-class SeveralBackwardInputs(NamedTuple):
-    """Arguments of the backward of `short_convs`: the forward's, and the gradients of each output and final state."""
-
-    inputs: SeveralInputs
-    do0: Tensor
-    do1: Tensor
-    do2: Tensor | None
-    dfinal0: Tensor | None
-    dfinal1: Tensor | None
-    dfinal2: Tensor | None
-
-
-class StepInputs(NamedTuple):
-    """Arguments of `short_conv_step`; `state` is overwritten."""
-
-    x: Tensor
-    weight: Tensor
-    bias: Tensor | None
-    state: Tensor
-    activation: str | None
-    slots: Tensor | None = None
-
-
-class StepsInputs(NamedTuple):
-    """Arguments of `short_conv_steps`, for two or three inputs; the states are overwritten."""
-
-    x0: Tensor
-    x1: Tensor
-    x2: Tensor | None
-    weight0: Tensor
-    weight1: Tensor
-    weight2: Tensor | None
-    state0: Tensor
-    state1: Tensor
-    state2: Tensor | None
-    activation: str | None
-    slots: Tensor | None = None
 
 
 def token_rows(x: Tensor) -> Tensor:
@@ -225,6 +161,54 @@ def _(given: SeveralBackwardInputs):
 
 
 @of_fields
+def _prefill(given: PrefillInputs) -> Tensor:
+    """Return o of whole sequences, and update their slots."""
+    from tokenmix_core.ops.causal_conv1d.forward import short_conv_forward
+
+    x, weight, bias, state, slots, fresh, activation, cu_seqlens = given
+    config, pool = tuning.conv1d_forward_tile(x.shape[0] * x.shape[1], x.shape[2]), pool_of(state, slots, fresh)
+    rows, weight, bias = token_rows(x), weight.contiguous(), _contiguous(bias)
+    o, _ = short_conv_forward(rows, weight, bias, activation, None, cu_seqlens, config, pool)
+    zero_padding(cu_seqlens, o)
+    return o
+
+
+short_conv_prefill_op = cached_op("tokenmix_core::short_conv_prefill", _prefill, mutates_args={"state"})
+
+
+@short_conv_prefill_op.register_fake
+@of_fields
+def _(given: PrefillInputs):
+    return given.x.new_empty(given.x.shape)
+
+
+@of_fields
+def _prefills(given: PrefillsInputs) -> tuple[Tensor, Tensor, Tensor]:
+    """Return o of whole sequences for three inputs; with two inputs, the third tensor is empty."""
+    from tokenmix_core.ops.causal_conv1d.forward import short_convs_forward
+
+    xs, weights, activation = _each(given, "x"), _dense(given, "weight"), given.activation
+    config = tuning.conv1d_forward_tile(given.x0.shape[0] * given.x0.shape[1], sum(t.shape[2] for t in xs))
+    pools = [pool_of(state, given.slots, given.fresh) for state in _each(given, "state")]
+    rows = [token_rows(t) for t in xs]
+    outputs, _ = short_convs_forward(rows, weights, activation, None, given.cu_seqlens, config, pools)
+    zero_padding(given.cu_seqlens, *outputs)
+    o0, o1, o2 = _three(outputs)
+    return o0, o1, o2
+
+
+short_convs_prefill_op = cached_op(
+    "tokenmix_core::short_convs_prefill", _prefills, mutates_args={"state0", "state1", "state2"}
+)
+
+
+@short_convs_prefill_op.register_fake
+@of_fields
+def _(given: PrefillsInputs):
+    return tuple(_three([t.new_empty(t.shape) for t in _each(given, "x")]))
+
+
+@of_fields
 def _step(given: StepInputs) -> Tensor:
     """Return o of one token, and update the state."""
     from tokenmix_core.ops.causal_conv1d.forward import short_conv_step
@@ -308,6 +292,8 @@ convolution = differentiable(short_conv_forward_op, _forward, _save, _gradients)
 convolutions = differentiable(short_convs_forward_op, _several, _save_several, _several_gradients)
 step = direct_when_eager(short_conv_step_op, _step, writes=StepInputs._fields.index("state"))
 steps = direct_when_eager(short_conv_steps_op, _steps, writes=StepsInputs._fields.index("state0"))
+prefill = direct_when_eager(short_conv_prefill_op, _prefill, writes=PrefillInputs._fields.index("state"))
+prefills = direct_when_eager(short_convs_prefill_op, _prefills, writes=PrefillsInputs._fields.index("state0"))
 
 
 def short_conv_triton(x, weight, bias, activation, initial_state, cu_seqlens) -> ScanOutput:
@@ -321,6 +307,12 @@ def short_convs_triton(xs, weights, activation, initial_states, cu_seqlens) -> t
     states = [None] * 3 if initial_states is None else [*initial_states, *lacking]
     found = convolutions(*xs, *lacking, *weights, *lacking, activation, *states, cu_seqlens)
     return tuple(ScanOutput(found[i], found[3 + i]) for i in range(len(xs)))
+
+
+def short_convs_prefill_triton(xs, weights, states, slots, fresh, activation, cu_seqlens) -> tuple[Tensor, ...]:
+    """Compute `short_convs_prefill` with a Triton kernel."""
+    given = (x for tensors in (xs, weights, states) for x in (*tensors, *[None] * (3 - len(tensors))))
+    return tuple(prefills(*given, slots, fresh, activation, cu_seqlens)[: len(xs)])
 
 
 def short_conv_step_triton(x, weight, bias, state, activation, slots) -> Tensor:

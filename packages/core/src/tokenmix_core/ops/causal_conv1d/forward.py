@@ -19,9 +19,9 @@ from tokenmix_core.chunking import cdiv, chunk_slots, num_sequences
 from tokenmix_core.kernels.launch.launcher import cached_launch
 from tokenmix_core.kernels.pdl import gdc_launch_and_wait
 from tokenmix_core.kernels.triton.activations import sigmoid
-from tokenmix_core.kernels.triton.varlen import locate_chunk
+from tokenmix_core.kernels.triton.varlen import locate_chunk, locate_slot
 from tokenmix_core.ops.causal_conv1d.tuning import Conv1dTile
-from tokenmix_core.ops.slots import slot_stride
+from tokenmix_core.ops.slots import Pool, pool_strides, slot_arguments, slot_stride
 
 
 class Channels(NamedTuple):
@@ -33,6 +33,14 @@ class Channels(NamedTuple):
     state: tl.tensor | None
     stride: tl.tensor
     D: tl.tensor
+
+
+class Slots(NamedTuple):
+    """Slots of a prefill (`slots.Pool`): the slot of each sequence, flags, and elements from one slot to the next."""
+
+    slots: tl.tensor
+    fresh: tl.tensor | None
+    stride: tl.tensor
 
 
 class Run(NamedTuple):
@@ -54,19 +62,27 @@ def within(o_t, low, high, m_d):
 
 
 @triton.jit
-def load_input(p_x, p_initial, o_t, length, m_d, stride_x, W: tl.constexpr):
-    """Load the input at position `o_t` as float32; negative positions are read from the initial state, or are zero."""
+def load_input(p_x, p_initial, o_t, length, m_d, stride_x, W: tl.constexpr, m_initial=None):
+    """Load the input at position `o_t` as float32; negative positions are read from the initial state, or are zero.
+
+    They are zero where the mask `m_initial` is False, unless it is None.
+    """
     b_x = tl.load(p_x + o_t.to(tl.int64) * stride_x, mask=within(o_t, 0, length, m_d), other=0.0).to(tl.float32)
     if p_initial is not None:
-        b_x += tl.load(p_initial + o_t + (W - 1), mask=within(o_t, 1 - W, 0, m_d), other=0.0).to(tl.float32)
+        m_past = m_d if m_initial is None else m_initial
+        b_x += tl.load(p_initial + o_t + (W - 1), mask=within(o_t, 1 - W, 0, m_past), other=0.0).to(tl.float32)
     return b_x
 
 
 @triton.jit
 def convolve(
-    channels, run, o, final_state, i_d, W: tl.constexpr, BD: tl.constexpr, BU: tl.constexpr, SILU: tl.constexpr
+    channels, run, o, final_state, slots, i_d, W: tl.constexpr, BD: tl.constexpr, BU: tl.constexpr, SILU: tl.constexpr
 ):
-    """Convolve BT tokens of BD channels, BU tokens per iteration."""
+    """Convolve BT tokens of BD channels, BU tokens per iteration.
+
+    With `slots`, the initial and the final state are the sequence's slot of one pool. The program that reads the
+    initial state also writes the final state, after its loads.
+    """
     x, weight, bias, initial_state, stride_x, D = channels
     i_n, begin, length, first, BT = run
     o_d = i_d * BD + tl.arange(0, BD)
@@ -76,6 +92,13 @@ def convolve(
     p_x = x + begin * stride_x + o_d
     p_o = o + begin * D + o_d
     p_initial = initial_state
+    m_initial = None
+    stores = first + BT >= length
+    if slots is not None:
+        slot, held = locate_slot(i_n, slots.slots, slots.fresh)
+        o_state = slot * slots.stride + o_d * (W - 1)
+        m_initial = o_d < tl.where(held, D, 0)
+        stores = (first == 0) & (slot >= 0)
     if initial_state is not None:
         p_initial += o_state
     b_bias = tl.zeros([BD], tl.float32)
@@ -87,7 +110,7 @@ def convolve(
     for w in tl.static_range(W):
         b_w = b_w + (tl.load(weight + o_d * W + w, mask=m_d, other=0.0).to(tl.float32),)
     for w in tl.static_range(W - 1):
-        b_x = b_x + (load_input(p_x, p_initial, first - (W - 1) + w, length, m_d, stride_x, W),)
+        b_x = b_x + (load_input(p_x, p_initial, first - (W - 1) + w, length, m_d, stride_x, W, m_initial),)
 
     for i in range(0, end - first, BU):
         o_t = first + i
@@ -104,16 +127,16 @@ def convolve(
                 b_o *= sigmoid(b_o)
             p_t = p_o + (o_t + u).to(tl.int64) * D
             tl.store(p_t, b_o.to(o.dtype.element_ty), mask=within(o_t + u, 0, end, m_d))
-    if first + BT >= length:
+    if stores:
         for w in tl.static_range(W - 1):
-            b_last = load_input(p_x, p_initial, length - (W - 1) + w, length, m_d, stride_x, W)
+            b_last = load_input(p_x, p_initial, length - (W - 1) + w, length, m_d, stride_x, W, m_initial)
             tl.store(final_state + o_state + w, b_last.to(final_state.dtype.element_ty), mask=m_d)
 
 
 @cached_launch
 @triton.jit(do_not_specialize=["T", "N", "BT"])
 def short_conv_forward_kernel(
-    x, weight, bias, initial_state, o, final_state, cu_seqlens, stride_x, T, N, BT, D,
+    x, weight, bias, initial_state, o, final_state, cu_seqlens, slots, fresh, stride_state, stride_x, T, N, BT, D,
     W: tl.constexpr, BD: tl.constexpr, BU: tl.constexpr, SILU: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
     """Compute `short_conv` (one input) for BT tokens of BD channels."""
@@ -122,7 +145,11 @@ def short_conv_forward_kernel(
     if first >= tl.maximum(length, 1):
         return
     channels = Channels(x, weight, bias, initial_state, stride_x, D)
-    convolve(channels, Run(i_n, begin, length, first, BT), o, final_state, tl.program_id(1), W, BD, BU, SILU)
+    run = Run(i_n, begin, length, first, BT)
+    given = None
+    if slots is not None:
+        given = Slots(slots, fresh, stride_state)
+    convolve(channels, run, o, final_state, given, tl.program_id(1), W, BD, BU, SILU)
 
 
 @triton.jit
@@ -142,7 +169,8 @@ def of_input(i_x, x0, x1, x2):
 @triton.jit(do_not_specialize=["T", "N", "BT"])
 def short_convs_forward_kernel(
     x0, x1, x2, weight0, weight1, weight2, initial0, initial1, initial2, o0, o1, o2, final0, final1, final2,
-    cu_seqlens, stride0, stride1, stride2, T, N, BT, D0, D1, D2,
+    cu_seqlens, slots, fresh, stride_state0, stride_state1, stride_state2, stride0, stride1, stride2,
+    T, N, BT, D0, D1, D2,
     W: tl.constexpr, BD: tl.constexpr, BU: tl.constexpr, SILU: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
     """Convolve BT tokens of BD channels of one of three inputs, of which the third may have 0 channels."""
@@ -158,20 +186,38 @@ def short_convs_forward_kernel(
         of_input(i_x, stride0, stride1, stride2), of_input(i_x, D0, D1, D2),
     )  # fmt: skip
     o, final_state = of_input(i_x, o0, o1, o2), of_input(i_x, final0, final1, final2)
-    convolve(channels, Run(i_n, begin, length, first, BT), o, final_state, i_d, W, BD, BU, SILU)
+    run = Run(i_n, begin, length, first, BT)
+    given = None
+    if slots is not None:
+        given = Slots(slots, fresh, of_input(i_x, stride_state0, stride_state1, stride_state2))
+    convolve(channels, run, o, final_state, given, i_d, W, BD, BU, SILU)
 
 
-def short_conv_forward(x, weight, bias, activation, initial_state, cu_seqlens, config: Conv1dTile):
-    """Return o `[B, T, D]` and each sequence's last inputs `[N, D, W − 1]`; one stride must separate x's tokens."""
+def tile_in_slots(config: Conv1dTile, W: int) -> Conv1dTile:
+    """Return a tile with which only the first program of a sequence reads inputs before the sequence."""
+    return config._replace(BT=max(config.BT, W - 1))
+
+
+def short_conv_forward(
+    x, weight, bias, activation, initial_state, cu_seqlens, config: Conv1dTile, pool: Pool | None = None
+):
+    """Return o `[B, T, D]` and each sequence's last inputs `[N, D, W − 1]`; one stride must separate x's tokens.
+
+    With `pool`, its slots have the inputs before each sequence, and the last inputs overwrite them.
+    """
     B, T, D = x.shape
     W = weight.shape[1]
     N = num_sequences(x, cu_seqlens)
     o = torch.empty((B, T, D), dtype=x.dtype, device=x.device)
-    final_state = torch.empty((N, D, W - 1), dtype=x.dtype, device=x.device)
+    if pool is None:
+        final_state = torch.empty((N, D, W - 1), dtype=x.dtype, device=x.device)
+    else:
+        initial_state = final_state = pool.state
+        config = tile_in_slots(config, W)
     short_conv_forward_kernel[(chunk_slots(B, T, config.BT, cu_seqlens), cdiv(D, config.BD))](
         x=x, weight=weight, bias=bias, initial_state=initial_state, o=o, final_state=final_state,
-        cu_seqlens=cu_seqlens, stride_x=x.stride(1), T=T, N=N, BT=config.BT, D=D, W=W, BD=config.BD, BU=config.BU,
-        SILU=activation == "silu", PACKED=cu_seqlens is not None, num_warps=1,
+        cu_seqlens=cu_seqlens, **slot_arguments(pool), stride_x=x.stride(1), T=T, N=N, BT=config.BT, D=D, W=W,
+        BD=config.BD, BU=config.BU, SILU=activation == "silu", PACKED=cu_seqlens is not None, num_warps=1,
     )  # fmt: skip
     return o, final_state
 
@@ -185,18 +231,29 @@ def of_three(**each: Sequence | None) -> dict[str, Any]:
     return {f"{name}{i}": x for name, v in given.items() for i, x in enumerate([*v, v[0], v[0]][:3])}
 
 
-def short_convs_forward(xs, weights, activation, initial_states, cu_seqlens, config: Conv1dTile):
-    """Return o `[B, T, D]`, and each sequence's last inputs `[N, D, W − 1]`, for each of two or three inputs."""
+def short_convs_forward(
+    xs, weights, activation, initial_states, cu_seqlens, config: Conv1dTile, pools: Sequence[Pool] | None = None
+):
+    """Return o `[B, T, D]`, and each sequence's last inputs `[N, D, W − 1]`, for each of two or three inputs.
+
+    `pools` are as for `short_conv_forward`, with equal slots.
+    """
     (B, T, _), W = xs[0].shape, weights[0].shape[1]
     N, device = num_sequences(xs[0], cu_seqlens), xs[0].device
     outputs = [torch.empty(x.shape, dtype=x.dtype, device=device) for x in xs]
-    final_states = [torch.empty((N, x.shape[2], W - 1), dtype=x.dtype, device=device) for x in xs]
+    if pools is None:
+        final_states = [torch.empty((N, x.shape[2], W - 1), dtype=x.dtype, device=device) for x in xs]
+    else:
+        initial_states = final_states = [pool.state for pool in pools]
+        config = tile_in_slots(config, W)
     sizes = [x.shape[2] for x in xs]
     channels = sum(cdiv(D, config.BD) for D in sizes)
     short_convs_forward_kernel[(chunk_slots(B, T, config.BT, cu_seqlens), channels)](
         **of_three(x=xs, weight=weights, initial=initial_states, o=outputs, final=final_states),
-        **of_three(stride=[x.stride(1) for x in xs], D=[*sizes, 0]), cu_seqlens=cu_seqlens, T=T, N=N, BT=config.BT,
-        W=W, BD=config.BD, BU=config.BU, SILU=activation == "silu", PACKED=cu_seqlens is not None, num_warps=1,
+        **of_three(stride=[x.stride(1) for x in xs], D=[*sizes, 0], stride_state=pool_strides(pools)),
+        slots=None if pools is None else pools[0].slots, fresh=None if pools is None else pools[0].fresh,
+        cu_seqlens=cu_seqlens, T=T, N=N, BT=config.BT, W=W, BD=config.BD, BU=config.BU, SILU=activation == "silu",
+        PACKED=cu_seqlens is not None, num_warps=1,
     )  # fmt: skip
     return outputs, final_states
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from tokenmix_core.chunking import chunk_slots
@@ -18,7 +18,17 @@ from tokenmix_core.ops.gated_delta_rule.constants import CHUNK
 from tokenmix_core.ops.gated_delta_rule.plan import GLUON, GLUON_STEP
 from tokenmix_core.ops.gated_delta_rule.reference import chunk_reference, recurrent_reference
 from tokenmix_core.ops.gated_delta_rule.types import Inputs
-from tokenmix_core.ops.slots import at_slots, check_spacing, check_written, first_axis, state_dtypes
+from tokenmix_core.ops.slots import (
+    Pool,
+    at_slots,
+    check_pool,
+    check_spacing,
+    check_written,
+    first_axis,
+    refuse_gradients,
+    scan_at_slots,
+    state_dtypes,
+)
 from tokenmix_core.ops.types import Impl, ScanOutput
 
 HEAD_SIZES = (64, 128, 256)
@@ -132,6 +142,56 @@ def _scan(op: str, x: Inputs) -> ScanOutput:
     return ScanOutput(*kernels(*x._replace(impl=impl, scale=scale)))
 
 
+def gated_delta_rule_prefill(
+    q: Float[Tensor, "B T H K"],
+    k: Float[Tensor, "B T H K"],
+    v: Float[Tensor, "B T HV V"],
+    g: Float[Tensor, "B T HV"],
+    beta: Float[Tensor, "B T HV"],
+    state: Float[Tensor, "S HV K V"],
+    *,
+    slots: Int[Tensor, "N"],
+    fresh: Bool[Tensor, "N"] | None = None,
+    scale: float | None = None,
+    cu_seqlens: Int[Tensor, "N_plus_1"] | None = None,
+    qk_l2norm: bool = False,
+    impl: Impl | None = None,
+) -> Float[Tensor, "B T HV V"]:
+    """Compute `chunk_gated_delta_rule` from and into slots of a pool of states. Not differentiable.
+
+    The kernels read initial states from slots and write final states to them: no other kernel copies states.
+
+    Args:
+        q, k, v, g, beta, scale, cu_seqlens, qk_l2norm, impl: as for `chunk_gated_delta_rule`.
+        state: a pool `[S, HV, K, V]` in float32, bfloat16 or float16. The elements of a slot are contiguous; the slots
+            may be any distance apart. Kernels compute in float32, and round a final state once.
+        slots: int32 or int64 `[N]`: sequence n starts from slot `slots[n]`, and overwrites it with its final state. A
+            sequence with a negative slot starts from a zero state, and its final state is dropped. No two sequences
+            may have the same slot, unless it is negative.
+        fresh: bool `[N]`, True for a sequence that starts from a zero state and does not read its slot; None if none
+            does.
+
+    Returns:
+        o `[B, T, HV, V]` in v's dtype.
+
+    Raises:
+        ValueError: shapes, dtypes, devices, sizes or slots do not fit, or a tensor requires a gradient.
+    """
+    op = "gated_delta_rule_prefill"
+    refuse_gradients(op, q=q, k=k, v=v, g=g, beta=beta, state=state)
+    x = Inputs(
+        q=q, k=k, v=v, g=g, beta=beta, initial_state=None, writes=None, cu_seqlens=cu_seqlens, scale=scale,
+        qk_l2norm=qk_l2norm, impl=impl,
+    )  # fmt: skip
+    impl, scale = _check_prefill(op, state, slots, fresh, *x)
+    if impl == "reference":
+        run = partial(chunk_reference, q, k, v, g, beta, scale, cu_seqlens=cu_seqlens, qk_l2norm=qk_l2norm)
+        return scan_at_slots(lambda before: ScanOutput(*run(initial_state=before)), Pool(state, slots, fresh))
+    from tokenmix_core.ops.gated_delta_rule.autograd import prefill
+
+    return prefill(q, k, v, g, beta, state, slots, fresh, cu_seqlens, scale, qk_l2norm, impl)
+
+
 def gated_delta_rule_step(
     q: Float[Tensor, "B H K"],
     k: Float[Tensor, "B H K"],
@@ -153,10 +213,10 @@ def gated_delta_rule_step(
         g: `[B, HV]`, natural log of the decay, at most 0.
         beta: `[B, HV]`, strength of the write.
         state: `[B, HV, K, V]` float32, contiguous; overwritten with the state after this token.
-        slots: int32 `[B]`. `state` is then a pool `[S, HV, K, V]`, of which row n reads and overwrites slot `slots[n]`;
-            a row with a negative slot is padding: its output is zero, and it reads and writes no slot. No two
-            rows may have the same slot, unless it is negative. The slots may be any distance apart, and the pool may
-            also be bfloat16 or float16: it rounds the state once per token. None: row n has the n-th state.
+        slots: int32 or int64 `[B]`. `state` is then a pool `[S, HV, K, V]`, of which row n reads and overwrites slot
+            `slots[n]`; a row with a negative slot is padding: its output is zero, and it reads and writes no slot. No
+            two rows may have the same slot, unless it is negative. The slots may be any distance apart, and the pool
+            may also be bfloat16 or float16: it rounds the state once per token. None: row n has the n-th state.
         scale, qk_l2norm: as for `chunk_gated_delta_rule`.
         impl: as for `chunk_gated_delta_rule`, except that Gluon also takes float32, and only K = 128 with V ≥ 64.
 
@@ -186,7 +246,23 @@ def _step_reference(scale: float, qk_l2norm: bool, *token: Tensor) -> Tensor:
 @Checked
 def _check(op: str, *inputs) -> tuple[str | None, float]:
     """Validate the `Inputs` of a call on whole sequences; return the result of `resolve_impl`, and the scale."""
+    _, impl, scale = _bind(op, Inputs(*inputs))
+    return impl, scale
+
+
+@Checked
+def _check_prefill(op: str, state, slots, fresh, *inputs) -> tuple[str | None, float]:
+    """Validate the arguments of a prefill in slots; return the result of `resolve_impl`, and the scale."""
     x = Inputs(*inputs)
+    dims, impl, scale = _bind(op, x)
+    check_pool(op, dims, (x.q, "B T H K"), "HV K V", state=state, slots=slots, fresh=fresh)
+    checks.check_dtype(op, (*state_dtypes(slots), *((torch.float64,) if impl == "reference" else ())), state=state)
+    check_spacing(op, slots, state, impl)
+    return impl, scale
+
+
+def _bind(op: str, x: Inputs) -> tuple[dict[str, int], str | None, float]:
+    """Validate the arguments of a call on whole sequences; return sizes, the result of `resolve_impl`, the scale."""
     dims = checks.bind_shapes(
         op, {}, q=(x.q, "B T H K"), k=(x.k, "B T H K"), v=(x.v, "B T HV V"), g=(x.g, "B T HV"), beta=(x.beta, "B T HV")
     )
@@ -203,10 +279,10 @@ def _check(op: str, *inputs) -> tuple[str | None, float]:
         dims["slots"] = chunk_slots(1, dims["T"], x.write_chunk, x.cu_seqlens)
         checks.bind_shapes(op, dims, q=(x.q, "B T H K"), writes=(x.writes, "B slots HV"))
         checks.check_dtype(op, (*_INPUTS, torch.float64), writes=x.writes)
-    impl = resolve_impl(op, x.impl, x.q, GLUON if op == "chunk_gated_delta_rule" else None)
+    impl = resolve_impl(op, x.impl, x.q, None if op == "recurrent_gated_delta_rule" else GLUON)
     _check_sizes(op, dims, impl)
     _check_dtypes(op, x.q, x.k, x.v, x.g, x.beta, x.initial_state, impl)
-    return impl, dims["K"] ** -0.5 if x.scale is None else checks.check_scale(op, x.scale)
+    return dims, impl, dims["K"] ** -0.5 if x.scale is None else checks.check_scale(op, x.scale)
 
 
 @Checked

@@ -17,8 +17,9 @@ from tokenmix_core.ops.gated_delta_rule.chunk import chunk_backward, chunk_forwa
 from tokenmix_core.ops.gated_delta_rule.constants import CHUNK
 from tokenmix_core.ops.gated_delta_rule.plan import GLUON_STEP, head_parts
 from tokenmix_core.ops.gated_delta_rule.recurrent import recurrent_forward
-from tokenmix_core.ops.gated_delta_rule.types import TENSORS, Gradients, Inputs, StepInputs
+from tokenmix_core.ops.gated_delta_rule.types import TENSORS, Gradients, Inputs, PrefillInputs, StepInputs
 from tokenmix_core.ops.padding import zero_padding
+from tokenmix_core.ops.slots import pool_of
 
 
 class BackwardInputs(NamedTuple):
@@ -125,10 +126,22 @@ def _step(x: StepInputs) -> Tensor:
     return o.squeeze(1)
 
 
+@retried
+@of_fields
+def _prefill(x: PrefillInputs) -> Tensor:
+    """Return the outputs of whole sequences, and overwrite their slots of the pool `x.state`."""
+    given = Inputs(
+        q=x.q, k=x.k, v=x.v, g=x.g, beta=x.beta, initial_state=None, writes=None, cu_seqlens=x.cu_seqlens,
+        scale=x.scale, qk_l2norm=x.qk_l2norm, impl=x.impl,
+    )  # fmt: skip
+    return chunk_forward(given, pool=pool_of(x.state, x.slots, x.fresh)).o
+
+
 chunk_op = cached_op("tokenmix::gated_delta_rule", run_forward, mutates_args=())
 backward_op = cached_op("tokenmix::gated_delta_rule_backward", run_backward, mutates_args=())
 recurrent_op = cached_op("tokenmix::gated_delta_rule_recurrent", _recurrent, mutates_args=())
 step_op = cached_op("tokenmix::gated_delta_rule_step", _step, mutates_args={"state"})
+prefill_op = cached_op("tokenmix::gated_delta_rule_prefill", _prefill, mutates_args={"state"})
 
 
 def _save(ctx, inputs, output) -> None:
@@ -164,6 +177,7 @@ chunk = differentiable(
 )
 recurrent = differentiable(recurrent_op, _recurrent, _save, _gradients_of_recurrent)
 step = direct_when_eager(step_op, _step, writes=StepInputs._fields.index("state"))
+prefill = direct_when_eager(prefill_op, _prefill, writes=PrefillInputs._fields.index("state"))
 
 
 def _like(x: Tensor) -> Tensor:
@@ -203,4 +217,10 @@ def _(given: BackwardInputs):
 @step_op.register_fake
 @of_fields
 def _(x: StepInputs):
+    return _like(x.v)
+
+
+@prefill_op.register_fake
+@of_fields
+def _(x: PrefillInputs):
     return _like(x.v)

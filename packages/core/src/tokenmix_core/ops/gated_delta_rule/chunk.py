@@ -25,6 +25,7 @@ from tokenmix_core.ops.gated_delta_rule.prepare import prepare
 from tokenmix_core.ops.gated_delta_rule.sequence_split import segment_states
 from tokenmix_core.ops.gated_delta_rule.types import Gradients, Inputs, Reverse, Saved, Terms
 from tokenmix_core.ops.padding import zero_padding
+from tokenmix_core.ops.slots import Pool
 
 
 class Forward(NamedTuple):
@@ -40,8 +41,11 @@ class Forward(NamedTuple):
     buffer: Tensor | None
 
 
-def chunk_forward(inputs: Inputs, save: bool = False) -> Forward:
-    """Compute outputs and final states; with `save` also store the tensors for the backward pass in one buffer."""
+def chunk_forward(inputs: Inputs, save: bool = False, pool: Pool | None = None) -> Forward:
+    """Compute outputs and final states; with `save` also store the tensors for the backward pass in one buffer.
+
+    With `pool`, initial states are read from its slots, which the final states overwrite: `final_state` is then None.
+    """
     x, parts = head_split.split_heads(inputs.aligned())
     by = plan(x.k, x.v, x.cu_seqlens, x.qk_l2norm, x.impl, others=(x.q,), chunks_per_write=x.chunks_per_write)
     buffer, term_tensors, saved = _saving_buffer(x, by.saves_states) if save else (None, None, None)
@@ -51,10 +55,10 @@ def chunk_forward(inputs: Inputs, save: bool = False) -> Forward:
         k=x.k, g=x.g, beta=x.beta, cu_seqlens=x.cu_seqlens, qk_l2norm=x.qk_l2norm, form=by.prepare, out=term_tensors
     )
     # compute the states that enter segments
-    entering, transitions = segment_states(x, inverse=inverse, gates=gates, segment=by.segment)
+    entering, transitions = segment_states(x, inverse=inverse, gates=gates, segment=by.segment, pool=pool)
     # scan: pass the state from chunk to chunk, and compute each chunk's outputs
     terms = Terms(inverse, gates, entering, transitions)
-    o, final_state = forward(x, terms, segment=by.segment, form=by.outputs, saved=saved)
+    o, final_state = forward(x, terms, segment=by.segment, form=by.outputs, saved=saved, pool=pool)
 
     o, final_state = head_split.join_outputs(o, final_state, parts)
     zero_padding(x.cu_seqlens, o)

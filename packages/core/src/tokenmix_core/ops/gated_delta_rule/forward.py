@@ -10,17 +10,19 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from tokenmix_core.chunking import num_sequences
 from tokenmix_core.kernels.launch.launcher import cached_launch
 from tokenmix_core.kernels.triton.decay import causal_decay_transposed
 from tokenmix_core.kernels.triton.memory import column, inverse_norm, last_of, load_rows, store_rows
-from tokenmix_core.kernels.triton.varlen import first_chunk, locate_chunk, sequence_span
+from tokenmix_core.kernels.triton.varlen import first_chunk, locate_chunk, locate_slot, sequence_span
 from tokenmix_core.ops.gated_delta_rule import tuning
 from tokenmix_core.ops.gated_delta_rule.constants import CHUNK, SIZES, dot_precision, state_layouts
 from tokenmix_core.ops.gated_delta_rule.plan import Form
 from tokenmix_core.ops.gated_delta_rule.tile_order import longest_first
 from tokenmix_core.ops.gated_delta_rule.types import Inputs, Saved, Terms
+from tokenmix_core.ops.slots import Pool, slot_arguments
 
 # base-2 logarithm below which a decay is negligible
 NEGLIGIBLE = tl.constexpr(-32.0)
@@ -111,20 +113,28 @@ def outputs(b_o, b_r, b_q, b_k, b_b, b_w, o_t, scale, L2NORM: tl.constexpr, DOT:
     return b_o * scale
 
 
+@triton.jit
+def head_state(slot, stride_state, i_hv, K: tl.constexpr, V: tl.constexpr, PARTS: tl.constexpr):
+    """Return the offset in a pool of the state of value head `i_hv`; PARTS heads of V columns share a head's rows."""
+    return slot * stride_state + (i_hv // PARTS) * (K * V * PARTS) + (i_hv % PARTS) * V
+
+
 @cached_launch
 @triton.jit(do_not_specialize=(*SIZES, "segment"))
 def forward_kernel(
     q, k, v, inverse, gates, writes, initial_state, entering, cu_seqlens, order, o, final_state, residual, states,
-    remainders, scale, T, N, H, group, tokens, segment,
+    remainders, slots, fresh, stride_state, scale, T, N, H, group, tokens, segment,
     K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BV: tl.constexpr, WRITES: tl.constexpr, L2NORM: tl.constexpr,
-    PACKED: tl.constexpr, ORDERED: tl.constexpr, DOT: tl.constexpr,
+    PACKED: tl.constexpr, ORDERED: tl.constexpr, DOT: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     """Compute outputs and final states (if `o` is given); save R and the chunks' entering states (if `residual` is).
 
     `remainders` are the rounding errors of the saved states. With `entering` a program scans one segment: it starts
     from a zero state at the first chunk before the segment that is not negligible. If that chunk is a segment or more
     before, it starts from the entering state instead. ORDERED: programs take segments, or sequences, in the order of
-    `order`. WRITES chunks share a factor in `writes`.
+    `order`. WRITES chunks share a factor in `writes`. With `slots`, `initial_state` and `final_state` are one pool: if
+    a sequence has several segments, its first one also starts from an entering state, a copy of the initial state,
+    because the last segment's program may overwrite the slot earlier.
     """
     OUTPUT: tl.constexpr = o is not None
     SAVE: tl.constexpr = residual is not None
@@ -174,11 +184,20 @@ def forward_kernel(
     if REMAINDERS:
         p_m = remainders + o_s + p_tile
 
-    if initial_state is not None:
+    not_entering = 0
+    if slots is not None:
+        slot, held = locate_slot(i_n, slots, fresh)
+        o_state = head_state(slot, stride_state, i_hv, K, V, PARTS) + o_k[None, :] * (V * PARTS)
+        o_state = o_state + i_v * BV + o_v[:, None]
+        if SPLIT:
+            held = held & (length <= segment)
+            not_entering = tl.where(length > segment, -1, 0)
+        b_s = tl.load(initial_state + o_state, mask=o_k[None, :] < tl.where(held, K, 0), other=0.0).to(tl.float32)
+    elif initial_state is not None:
         b_s = tl.load(initial_state + o_state).to(tl.float32)
     else:
         b_s = tl.zeros([BV, K], tl.float32)
-    if SPLIT and first > 0:
+    if SPLIT and first > not_entering:
         known = tl.where(begun < first, 0, K)
         b_s = tl.load(entering + i_sh.to(tl.int64) * K * V + p_tile, mask=o_k[None, :] < known, other=0.0)
 
@@ -236,7 +255,10 @@ def forward_kernel(
             p_m += HV * K * V
 
     if OUTPUT and end >= length:
-        tl.store(final_state + o_state, b_s)
+        if slots is not None:
+            tl.store(final_state + o_state, b_s, mask=o_k[None, :] < tl.where(slot >= 0, K, 0))
+        else:
+            tl.store(final_state + o_state, b_s)
 
 
 def forward(
@@ -247,41 +269,58 @@ def forward(
     form: Form,
     output: bool = True,
     saved: Saved | None = None,
+    pool: Pool | None = None,
 ) -> tuple[Any, Any]:
     """Return outputs and final states (None without `output`); write R, chunk states and remainders into `saved`.
 
-    Programs scan whole sequences or, if `terms.entering` is given, segments of `segment` tokens.
+    Programs scan whole sequences or, if `terms.entering` is given, segments of `segment` tokens. With `pool` they read
+    initial states from its slots, and overwrite these with the final states, which are not returned.
     """
     B, T, H, K = x.q.shape
     HV, V = x.v.shape[2:]
     N = num_sequences(x.q, x.cu_seqlens)
     o = torch.empty_like(x.v) if output else None
-    final_state = x.v.new_empty(N, HV, K, V, dtype=torch.float32) if output else None
+    final_state = x.v.new_empty(N, HV, K, V, dtype=torch.float32) if output and pool is None else None
     residual, states, remainders = saved or (None, None, None)
     programs = N if terms.entering is None else len(terms.entering)
     segment = 0 if terms.entering is None else segment
     order = longest_first(T, segment, x.cu_seqlens)
-    if form == "gluon":
-        from tokenmix_core.ops.gated_delta_rule.hopper import forward as on_hopper
+    if form != "triton":
+        written = {"order": order, "segment": segment, "o": o, "final_state": final_state, "saved": saved, "pool": pool}
+        if form == "gluon":
+            from tokenmix_core.ops.gated_delta_rule.hopper import forward as on_hopper
 
-        on_hopper.forward(x, terms, order=order, segment=segment, o=o, final_state=final_state, saved=saved)
-        return o, final_state
-    if form == "gluon tiled":
-        from tokenmix_core.ops.gated_delta_rule.hopper import forward_tiled as by_tiles
+            on_hopper.forward(x, terms, **written)
+        else:
+            from tokenmix_core.ops.gated_delta_rule.hopper import forward_tiled as by_tiles
 
-        by_tiles.forward_tiled(x, terms, order=order, segment=segment, o=o, final_state=final_state, saved=saved)
+            by_tiles.forward_tiled(x, terms, **written)
         return o, final_state
     launch = tuning.scan_tile("forward" if output else "states", K, V, x.q.element_size(), programs * HV)
     BV = min(V, launch.BV)
     forward_kernel[(programs * HV * (V // BV),)](
-        q=x.q, k=x.k, v=x.v, inverse=terms.inverse, gates=terms.gates, writes=x.writes, initial_state=x.initial_state,
-        entering=terms.entering, cu_seqlens=x.cu_seqlens, order=order, o=o, final_state=final_state, residual=residual,
-        states=states, remainders=remainders, scale=x.scale, T=T, N=N, H=H, group=HV // H, tokens=B * T,
-        segment=segment, K=K, V=V, BT=CHUNK, BV=BV, WRITES=x.chunks_per_write, L2NORM=x.qk_l2norm,
+        q=x.q, k=x.k, v=x.v, inverse=terms.inverse, gates=terms.gates, writes=x.writes,
+        **state_arguments(x, final_state, pool), entering=terms.entering, cu_seqlens=x.cu_seqlens, order=order, o=o,
+        residual=residual, states=states, remainders=remainders, scale=x.scale, T=T, N=N, H=H, group=HV // H,
+        tokens=B * T, segment=segment, K=K, V=V, BT=CHUNK, BV=BV, WRITES=x.chunks_per_write, L2NORM=x.qk_l2norm,
         PACKED=x.cu_seqlens is not None, ORDERED=order is not None, DOT=dot_precision(x.q),
         num_warps=launch.num_warps * BV // launch.BV, num_stages=launch.num_stages, maxnreg=launch.maxnreg,
     )  # fmt: skip
     return o, final_state
+
+
+def state_arguments(x: Inputs, final_state: Tensor | None, pool: Pool | None) -> dict[str, Any]:
+    """Return the forward kernels' arguments for initial and final states: the given tensors, or the pool for both."""
+    initial_state = x.initial_state
+    if pool is not None:
+        initial_state = final_state = pool.state
+    parts = parts_of(x.v, pool)
+    return {"initial_state": initial_state, "final_state": final_state, **slot_arguments(pool), "PARTS": parts}
+
+
+def parts_of(v: Tensor, pool: Pool | None) -> int:
+    """Return how many heads of v share a head of the pool's states (`head_split`); 1 without a pool."""
+    return 1 if pool is None else pool.state.shape[3] // v.shape[3]
 
 
 def empty_saved(x: Inputs, remainders: bool) -> Saved:

@@ -1,5 +1,7 @@
 """Split heads of 256 value columns into two of 128 that share q, k and gates: the state's columns are independent."""
 
+from typing import Any
+
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -72,9 +74,11 @@ def split_output_gradients(
     )
 
 
-def join_outputs(o: Tensor, final_state: Tensor, parts: int) -> tuple[Tensor, Tensor]:
-    """Undo the split: return outputs and final states of the original heads."""
-    return (o, final_state) if parts == 1 else (_join_values(o, parts), _join_states(final_state, parts))
+def join_outputs(o: Tensor, final_state: Any, parts: int) -> tuple[Tensor, Any]:
+    """Undo the split: return outputs of the original heads, and final states unless they are None."""
+    if parts == 1:
+        return o, final_state
+    return _join_values(o, parts), None if final_state is None else _join_states(final_state, parts)
 
 
 def join_gradients(grads: Gradients, parts: int) -> Gradients:

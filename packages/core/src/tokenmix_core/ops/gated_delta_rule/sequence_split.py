@@ -12,12 +12,13 @@ from torch import Tensor
 from tokenmix_core.chunking import chunk_slots, num_sequences
 from tokenmix_core.kernels.launch.launcher import cached_launch
 from tokenmix_core.kernels.triton.memory import load_rows
-from tokenmix_core.kernels.triton.varlen import first_chunk, locate_chunk, sequence_span
+from tokenmix_core.kernels.triton.varlen import first_chunk, locate_chunk, locate_slot, sequence_span
 from tokenmix_core.kernels.tuning import FLOAT32_DOT
 from tokenmix_core.ops.gated_delta_rule import forward as forward_pass
 from tokenmix_core.ops.gated_delta_rule import tuning
 from tokenmix_core.ops.gated_delta_rule.constants import CHUNK, SIZES, dot_precision
 from tokenmix_core.ops.gated_delta_rule.types import Inputs
+from tokenmix_core.ops.slots import Pool, slot_arguments
 
 # The forward scan reads the state that enters a segment unless the decay over the segment before is below 2^-32. Each
 # kernel rounds sums of decays differently. So the kernels that compute entering states use lower limits, which ensures
@@ -30,9 +31,10 @@ NEGLIGIBLE_IN_SCAN = tl.constexpr(-32.5)
 @cached_launch
 @triton.jit(do_not_specialize=(*SIZES, "segment"))
 def segment_kernel(
-    k, v, inverse, gates, writes, initial_state, cu_seqlens, states, transitions, T, N, H, group, tokens, segment,
+    k, v, inverse, gates, writes, initial_state, cu_seqlens, states, transitions, slots, fresh, stride_state,
+    T, N, H, group, tokens, segment,
     K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BV: tl.constexpr, WRITES: tl.constexpr, L2NORM: tl.constexpr,
-    PACKED: tl.constexpr, DOT: tl.constexpr,
+    PACKED: tl.constexpr, DOT: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     """Compute L or M of a segment, BV columns per program; a first segment's L starts from the initial state.
 
@@ -66,6 +68,11 @@ def segment_kernel(
     if initial_state is not None:
         p_initial = initial_state + (i_n.to(tl.int64) * HV + i_hv) * K * V + p_tile
         rows = tl.where((first == 0) & (skipped == 0), BV, 0)
+        if slots is not None:
+            slot, held = locate_slot(i_n, slots, fresh)
+            p_initial = initial_state + forward_pass.head_state(slot, stride_state, i_hv, K, V, PARTS)
+            p_initial = p_initial + o_k[None, :] * (V * PARTS) + i_tile * BV + o_v[:, None]
+            rows = tl.where(held, rows, 0)
         b_s = tl.load(p_initial, mask=o_v[:, None] < rows, other=0.0).to(tl.float32)
     else:
         b_s = tl.zeros([BV, K], tl.float32)
@@ -129,12 +136,14 @@ def all_negligible(p_gates, segments, segment, BT: tl.constexpr):
 @cached_launch
 @triton.jit(do_not_specialize=(*SIZES, "segment"))
 def entering_kernel(
-    gates, writes, cu_seqlens, states, transitions, entering, T, H, group, tokens, segment,
+    gates, writes, cu_seqlens, states, transitions, entering, pool, slots, fresh, stride_state,
+    T, H, group, tokens, segment,
     K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, WRITES: tl.constexpr,
-    L2NORM: tl.constexpr, PACKED: tl.constexpr, DOT: tl.constexpr,
+    L2NORM: tl.constexpr, PACKED: tl.constexpr, DOT: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     """Compute the state that enters each segment, from L and M of the segments before it.
 
+    With `slots`, also copy the initial state from the sequence's slot of `pool` to its first segment's entering state.
     Return at once if the decay over every segment is below the limit, because no later kernel then reads the result.
     WRITES is the number of chunks that share a write factor, or 0.
     """
@@ -145,6 +154,13 @@ def entering_kernel(
     segments = tl.cdiv(length, segment)
     if segments < 2:
         return
+    if slots is not None:
+        slot, held = locate_slot(i_n, slots, fresh)
+        o_row, o_column = tl.arange(0, K)[:, None], i_v * BV + tl.arange(0, BV)[None, :]
+        p_initial = pool + forward_pass.head_state(slot, stride_state, i_hv, K, V, PARTS) + o_row * (V * PARTS)
+        b_initial = tl.load(p_initial + o_column, mask=o_row < tl.where(held, K, 0), other=0.0).to(tl.float32)
+        o_first = (first_chunk(i_n, bos, T, segment, PACKED).to(tl.int64) * HV + i_hv) * K * V
+        tl.store(entering + o_first + o_row * V + o_column, b_initial)
     p_gates = gates + (i_hv.to(tl.int64) * tokens + bos) * 4
     if L2NORM and WRITES == 0:  # noqa: SIM102
         if all_negligible(p_gates, segments - 1, segment, BT):
@@ -248,12 +264,15 @@ def pass_back(
     )  # fmt: skip
 
 
-def segment_states(x: Inputs, inverse: Tensor, gates: Tensor, segment: int) -> tuple[Tensor | None, Tensor | None]:
+def segment_states(
+    x: Inputs, inverse: Tensor, gates: Tensor, segment: int, pool: Pool | None = None
+) -> tuple[Tensor | None, Tensor | None]:
     """Return entering states and M of all segments, float32 `[slots, HV, K, …]`; None and None for whole sequences.
 
     The dimension `slots` has one entry per segment (`kernels.triton.varlen.first_chunk`). A sequence's first segment
     starts from the initial state and has neither of the two. The last segment, and every segment with a decay below the
-    limit, has no M. Such entries are undefined.
+    limit, has no M. Such entries are undefined. With `pool`, initial states are in its slots, and the first segment of
+    a sequence with several has an entering state, a copy of the initial state.
     """
     if not segment:
         return None, None
@@ -265,8 +284,10 @@ def segment_states(x: Inputs, inverse: Tensor, gates: Tensor, segment: int) -> t
     transitions = x.k.new_empty(slots, HV, K, K, dtype=torch.float32)
     launch = tuning.scan_tile("segment", K, V, x.k.element_size(), slots * HV)
     BV = min(K, V, launch.BV)
+    initial_state, in_pool = (x.initial_state, None) if pool is None else (pool.state, pool.state)
+    slots_and_parts = {**slot_arguments(pool), "PARTS": forward_pass.parts_of(x.v, pool)}
     segment_kernel[(slots * HV * ((K + V) // BV),)](
-        k=x.k, v=x.v, inverse=inverse, gates=gates, writes=x.writes, initial_state=x.initial_state,
+        k=x.k, v=x.v, inverse=inverse, gates=gates, writes=x.writes, initial_state=initial_state, **slots_and_parts,
         cu_seqlens=x.cu_seqlens, states=states, transitions=transitions, T=T, N=N, H=H, group=HV // H, tokens=B * T,
         segment=segment, K=K, V=V, BT=CHUNK, BV=BV, WRITES=x.chunks_per_write, L2NORM=x.qk_l2norm,
         PACKED=x.cu_seqlens is not None, DOT=dot_precision(x.k), num_warps=launch.num_warps,
@@ -275,7 +296,8 @@ def segment_states(x: Inputs, inverse: Tensor, gates: Tensor, segment: int) -> t
     launch = tuning.scan_tile("entering", K, V, x.k.element_size(), N * HV)
     entering_kernel[(N * HV * (V // launch.BV),)](
         gates=gates, writes=x.writes, cu_seqlens=x.cu_seqlens, states=states, transitions=transitions,
-        entering=entering, T=T, H=H, group=HV // H, tokens=B * T, segment=segment, K=K, V=V, BT=CHUNK, BK=launch.BK,
+        entering=entering, pool=in_pool, **slots_and_parts, T=T, H=H, group=HV // H, tokens=B * T, segment=segment,
+        K=K, V=V, BT=CHUNK, BK=launch.BK,
         BV=launch.BV, WRITES=x.chunks_per_write, L2NORM=x.qk_l2norm, PACKED=x.cu_seqlens is not None, DOT=FLOAT32_DOT,
         num_warps=launch.num_warps, num_stages=launch.num_stages,
     )  # fmt: skip

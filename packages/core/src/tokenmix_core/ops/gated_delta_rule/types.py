@@ -57,6 +57,23 @@ class StepInputs(NamedTuple):
     slots: Tensor | None = None
 
 
+class PrefillInputs(NamedTuple):
+    """The arguments of `gated_delta_rule_prefill`."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    g: Tensor
+    beta: Tensor
+    state: Tensor
+    slots: Tensor
+    fresh: Tensor | None
+    cu_seqlens: Tensor | None
+    scale: float
+    qk_l2norm: bool
+    impl: str | None = None
+
+
 class Terms(NamedTuple):
     """Intermediate tensors that both the forward and the backward pass use.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from tokenmix_core.kernels.launch.cache.replay import Checked
@@ -13,7 +13,17 @@ from tokenmix_core.ops import checks
 from tokenmix_core.ops.decode_tiles import step_limit
 from tokenmix_core.ops.dispatch import resolve_impl
 from tokenmix_core.ops.exporting import exportable, scan_shapes
-from tokenmix_core.ops.slots import at_slots, check_spacing, check_written, first_axis, state_dtypes
+from tokenmix_core.ops.slots import (
+    Pool,
+    at_slots,
+    check_pool,
+    check_spacing,
+    check_written,
+    first_axis,
+    refuse_gradients,
+    scan_at_slots,
+    state_dtypes,
+)
 from tokenmix_core.ops.ssd.plan import GLUON, GLUON_STEP, limit
 from tokenmix_core.ops.ssd.reference import chunk_ssd_reference, recurrent_ssd_reference, ssd_step_reference
 from tokenmix_core.ops.ssd.types import Inputs
@@ -101,16 +111,68 @@ _CHUNK_REFERENCE, _RECURRENT_REFERENCE = (
 def _scan(op: str, x: Inputs) -> ScanOutput:
     """Run a call on whole sequences with the reference or the kernels, after validation of its arguments."""
     impl, scale = _check(op, *x)
+    return _run(op, x._replace(scale=scale, impl=impl), impl)
+
+
+def _run(op: str, x: Inputs, impl: str | None) -> ScanOutput:
+    """Run a valid call with the implementation `impl`."""
     if impl == "reference":
         reference = _CHUNK_REFERENCE if op == "chunk_ssd" else _RECURRENT_REFERENCE
         found = reference(
-            x.q, x.k, x.v, x.g, dt=x.dt, D=x.D, scale=scale, initial_state=x.initial_state, cu_seqlens=x.cu_seqlens
+            x.q, x.k, x.v, x.g, dt=x.dt, D=x.D, scale=x.scale, initial_state=x.initial_state, cu_seqlens=x.cu_seqlens
         )
         return ScanOutput(*found)
     from tokenmix_core.ops.ssd import autograd
 
-    kernels = autograd.chunk if op == "chunk_ssd" else autograd.recurrent
-    return autograd.run_widened(kernels, x._replace(scale=scale, impl=impl))
+    return autograd.run_widened(autograd.chunk if op == "chunk_ssd" else autograd.recurrent, x)
+
+
+def ssd_prefill(
+    q: Float[Tensor, "B T G K"],
+    k: Float[Tensor, "B T G K"],
+    v: Float[Tensor, "B T HV V"],
+    g: Float[Tensor, "B T HV"],
+    state: Float[Tensor, "S HV K V"],
+    *,
+    slots: Int[Tensor, "N"],
+    fresh: Bool[Tensor, "N"] | None = None,
+    dt: Float[Tensor, "B T HV"] | None = None,
+    D: Float[Tensor, "HV"] | None = None,
+    scale: float = 1.0,
+    cu_seqlens: Int[Tensor, "N_plus_1"] | None = None,
+    impl: Impl | None = None,
+) -> Float[Tensor, "B T HV V"]:
+    """Compute `chunk_ssd` from and into slots of a pool of states. Not differentiable.
+
+    The kernels read initial states from slots and write final states to them: no other kernel copies states, except in
+    float32 with K or V below 64 on a GPU.
+
+    Args:
+        q, k, v, g, dt, D, scale, cu_seqlens, impl: as for `chunk_ssd`.
+        state, slots, fresh: as for `gated_delta_rule_prefill`.
+
+    Returns:
+        o `[B, T, HV, V]` in v's dtype.
+
+    Raises:
+        ValueError: as for `chunk_ssd` and `gated_delta_rule_prefill`.
+    """
+    op = "ssd_prefill"
+    refuse_gradients(op, q=q, k=k, v=v, g=g, dt=dt, D=D, state=state)
+    x = Inputs(q=q, k=k, v=v, g=g, initial_state=None, dt=dt, D=D, cu_seqlens=cu_seqlens, scale=scale, impl=impl)
+    impl, scale = _check_prefill(op, state, slots, fresh, *x)
+    x = x._replace(scale=scale, impl=impl)
+    if impl != "reference":
+        from tokenmix_core.ops.ssd import autograd
+
+        if not autograd.needs_widening(v, q.shape[3], v.shape[3]):
+            return autograd.prefill(q, k, v, g, state, slots, fresh, dt, D, cu_seqlens, scale, impl)
+
+    def run(before: Tensor) -> ScanOutput:
+        wide = before.to(torch.promote_types(before.dtype, torch.float32))
+        return _run("chunk_ssd", x._replace(initial_state=wide), impl)
+
+    return scan_at_slots(run, Pool(state, slots, fresh))
 
 
 @torch.no_grad()
@@ -158,12 +220,28 @@ def ssd_step(
 @Checked
 def _check(op: str, *inputs) -> tuple[str | None, float]:
     """Validate the `Inputs` of a call on whole sequences; return the result of `resolve_impl`, and the scale."""
+    _, impl, scale = _bind(op, Inputs(*inputs))
+    return impl, scale
+
+
+@Checked
+def _check_prefill(op: str, state, slots, fresh, *inputs) -> tuple[str | None, float]:
+    """Validate the arguments of a prefill in slots; return the result of `resolve_impl`, and the scale."""
     x = Inputs(*inputs)
+    dims, impl, scale = _bind(op, x)
+    check_pool(op, dims, (x.q, "B T G K"), "HV K V", state=state, slots=slots, fresh=fresh)
+    checks.check_dtype(op, (torch.float64,) if x.q.dtype == torch.float64 else state_dtypes(slots), state=state)
+    check_spacing(op, slots, state, impl)
+    return impl, scale
+
+
+def _bind(op: str, x: Inputs) -> tuple[dict[str, int], str | None, float]:
+    """Validate the arguments of a call on whole sequences; return sizes, the result of `resolve_impl`, the scale."""
     dims = checks.bind_shapes(
         op, {}, q=(x.q, "B T G K"), k=(x.k, "B T G K"), v=(x.v, "B T HV V"), g=(x.g, "B T HV"), dt=(x.dt, "B T HV?"),
         D=(x.D, "HV?"),
     )  # fmt: skip
-    impl = resolve_impl(op, x.impl, x.q, GLUON if op == "chunk_ssd" else None)
+    impl = resolve_impl(op, x.impl, x.q, None if op == "recurrent_ssd" else GLUON)
     if impl == "gluon":
         GLUON.require(op, x.q.device, x.q.dtype, limit(dims["K"], dims["V"]))
     if dims["T"] < 1:
@@ -175,7 +253,7 @@ def _check(op: str, *inputs) -> tuple[str | None, float]:
         op, dims, q=(x.q, "B T G K"), initial_state=(x.initial_state, "N HV K V?"), cu_seqlens=(x.cu_seqlens, "_?")
     )
     _check_rest(op, impl, dims, x.q, x.k, x.v, x.g, x.dt, x.D, initial_state=x.initial_state)
-    return impl, checks.check_scale(op, x.scale)
+    return dims, impl, checks.check_scale(op, x.scale)
 
 
 @Checked

@@ -14,11 +14,13 @@ from tokenmix_core.ops.autograd import cached_op, differentiable, direct_when_ea
 from tokenmix_core.ops.buffers import aligned
 from tokenmix_core.ops.decode_tiles import gluon_step_tile
 from tokenmix_core.ops.padding import zero_padding
+from tokenmix_core.ops.slots import pool_of
 from tokenmix_core.ops.ssd import tuning
 from tokenmix_core.ops.ssd.chunk import chunk_backward, chunk_forward
+from tokenmix_core.ops.ssd.chunk import prefill as chunk_prefill
 from tokenmix_core.ops.ssd.plan import GLUON_STEP
 from tokenmix_core.ops.ssd.recurrent import ssd_recurrent
-from tokenmix_core.ops.ssd.types import TENSORS, Gradients, Inputs, StepInputs, token_rows
+from tokenmix_core.ops.ssd.types import TENSORS, Gradients, Inputs, PrefillInputs, StepInputs, token_rows
 from tokenmix_core.ops.types import ScanOutput
 
 
@@ -85,10 +87,22 @@ def _step(x: StepInputs) -> Tensor:
     return ssd_recurrent(token, x.state, tile, x.slots).squeeze(1)
 
 
+@retried
+@of_fields
+def _prefill(x: PrefillInputs) -> Tensor:
+    """Return o of whole sequences, and overwrite their slots of the pool `x.state`."""
+    given = Inputs(
+        q=x.q, k=x.k, v=x.v, g=x.g, initial_state=None, dt=x.dt, D=x.D, cu_seqlens=x.cu_seqlens, scale=x.scale,
+        impl=x.impl,
+    )  # fmt: skip
+    return chunk_prefill(given, pool_of(x.state, x.slots, x.fresh))
+
+
 ssd_forward_op = cached_op("tokenmix_core::ssd_forward", _forward_traced, mutates_args=())
 ssd_recurrent_op = cached_op("tokenmix_core::ssd_recurrent", _recurrent, mutates_args=())
 ssd_backward_op = cached_op("tokenmix_core::ssd_backward", _backward_traced, mutates_args=())
 ssd_step_op = cached_op("tokenmix_core::ssd_step", _step, mutates_args={"state"})
+ssd_prefill_op = cached_op("tokenmix_core::ssd_prefill", _prefill, mutates_args={"state"})
 
 
 def _empty_states(x: Inputs) -> Tensor:
@@ -126,6 +140,12 @@ def _(x: StepInputs):
     return _like(x.v)
 
 
+@ssd_prefill_op.register_fake
+@of_fields
+def _(x: PrefillInputs):
+    return _like(x.v)
+
+
 _backward = direct_when_eager(ssd_backward_op, run_backward)
 
 
@@ -146,6 +166,7 @@ def _gradients(ctx, do, dfinal_state, _=None):
 chunk = differentiable(ssd_forward_op, run_forward, _save, _gradients, outputs=2)
 recurrent = differentiable(ssd_recurrent_op, _recurrent, _save, _gradients)
 step = direct_when_eager(ssd_step_op, _step, writes=StepInputs._fields.index("state"))
+prefill = direct_when_eager(ssd_prefill_op, _prefill, writes=PrefillInputs._fields.index("state"))
 
 
 def needs_widening(x: Tensor, *sizes: int) -> bool:

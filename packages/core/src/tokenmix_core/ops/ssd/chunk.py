@@ -10,6 +10,7 @@ from torch import Tensor
 
 from tokenmix_core.ops.buffers import aligned
 from tokenmix_core.ops.padding import zero_padding
+from tokenmix_core.ops.slots import Pool
 from tokenmix_core.ops.ssd.forward import ssd_forward
 from tokenmix_core.ops.ssd.gradients import backward_scan, ssd_gradients
 from tokenmix_core.ops.ssd.plan import plan
@@ -31,6 +32,15 @@ def chunk_forward(inputs: Inputs) -> tuple[Tensor, Tensor, Tensor | None]:
     o, _ = ssd_forward(x, entering=entering, segment=by.segment, config=by.forward)
     zero_padding(x.cu_seqlens, o)
     return o, final_state, entering
+
+
+def prefill(inputs: Inputs, pool: Pool) -> Tensor:
+    """Return o; initial states are read from slots of `pool`, which final states overwrite."""
+    x, by = inputs.aligned(), plan(inputs.q, inputs.v, inputs.cu_seqlens, inputs.impl)
+    entering = segment_states(x, segment=by.segment, config=by.states, pool=pool)[0] if by.segment else None
+    o, _ = ssd_forward(x, entering=entering, segment=by.segment, config=by.forward, pool=pool)
+    zero_padding(x.cu_seqlens, o)
+    return o
 
 
 def chunk_backward(inputs: Inputs, *, do: Tensor, dfinal_state: Tensor | None, entering: Tensor | None) -> Gradients:

@@ -10,7 +10,8 @@ from tokenmix_core.kernels.launch.launcher import cached_launch
 from tokenmix_core.kernels.triton.decay import causal_decay_transposed, load_decay
 from tokenmix_core.kernels.triton.memory import last_of
 from tokenmix_core.kernels.triton.precision import FLOAT32_DOT
-from tokenmix_core.kernels.triton.varlen import locate_chunk, sequence_span
+from tokenmix_core.kernels.triton.varlen import locate_chunk, locate_slot, sequence_span
+from tokenmix_core.ops.slots import Pool, slot_arguments
 from tokenmix_core.ops.ssd.tuning import SSDForward
 from tokenmix_core.ops.ssd.types import Inputs
 
@@ -28,23 +29,31 @@ def read_out(b_q, b_k, b_v, b_s, b_b, o_i):
 @cached_launch
 @triton.jit(do_not_specialize=["T", "N", "G", "HV", "segment"])
 def ssd_forward_kernel(
-    q, k, v, g, dt, D, o, initial_state, final_state, cu_seqlens,
-    stride_q, stride_k, stride_v, scale, T, N, G, HV, segment,
+    q, k, v, g, dt, D, o, initial_state, final_state, cu_seqlens, slots, fresh,
+    stride_q, stride_k, stride_v, stride_state, scale, T, N, G, HV, segment,
     K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BV: tl.constexpr,
     SEGMENTED: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
-    """Scan a sequence or (SEGMENTED) segment, BV columns of a head's state per program; strides are those of tokens."""
+    """Scan a sequence or (SEGMENTED) segment, BV columns of a head's state per program; strides are those of tokens.
+
+    With `slots`, final states are stored in slots of the pool `final_state`, also by the last segments of sequences;
+    initial states of whole sequences are in the same slots.
+    """
     i_p = tl.program_id(0)
     i_v = i_p % (V // BV)
     i_h = i_p // (V // BV) % HV
     i_s = i_p // (V // BV) // HV
     if SEGMENTED:
         i_n, bos, length, first = locate_chunk(i_s, T, segment, N, cu_seqlens, PACKED)
+        if slots is not None:
+            ends = (first + segment >= length) & (first < length)
         length = tl.minimum(length, first + segment)
     else:
         i_n = i_s
         bos, length = sequence_span(i_n, T, cu_seqlens, PACKED)
         first = 0
+        if slots is not None:
+            ends = True
     i_g = i_h // (HV // G)
     bos += first
     q += i_g * K
@@ -62,7 +71,12 @@ def ssd_forward_kernel(
     o_v = tl.arange(0, BV)
     o_state = (i_s.to(tl.int64) * HV + i_h) * K * V + i_v * BV + o_k[:, None] * V + o_v[None, :]
     b_s = tl.zeros([K, BV], tl.float32)
-    if initial_state is not None:
+    if slots is not None:
+        slot, held = locate_slot(i_n, slots, fresh)
+        o_final = slot * stride_state + i_h * (K * V) + i_v * BV + o_k[:, None] * V + o_v[None, :]
+    if slots is not None and not SEGMENTED:
+        b_s += tl.load(initial_state + o_final, mask=o_k[:, None] < tl.where(held, K, 0), other=0.0)
+    elif initial_state is not None:
         b_s += tl.load(initial_state + o_state)
     for i_t in range(tl.cdiv(length - first, BT)):
         o_t = bos + i_t * BT
@@ -88,14 +102,18 @@ def ssd_forward_kernel(
 
         b_w = (b_x * tl.exp2(b_total - b_b)[:, None]).to(b_v.dtype)
         b_s = tl.dot(tl.trans(b_k), b_w, b_s * tl.exp2(b_total), input_precision=FLOAT32_DOT)
-    if not SEGMENTED:
+    if slots is not None:
+        tl.store(final_state + o_final, b_s, mask=o_k[:, None] < tl.where(ends & (slot >= 0), K, 0))
+    elif not SEGMENTED:
         tl.store(final_state + o_state, b_s)
 
 
 def ssd_forward(
-    x: Inputs, *, entering: Tensor | None, segment: int, config: SSDForward
+    x: Inputs, *, entering: Tensor | None, segment: int, config: SSDForward, pool: Pool | None = None
 ) -> tuple[Tensor, Tensor | None]:
     """Return outputs and final states; if sequences are split into segments, None instead of the final states.
+
+    With `pool`, final states overwrite its slots, and are not returned; whole sequences start from the slots.
 
     If `segment` is positive, a program scans `segment` tokens, and `entering [slots, HV, K, V]` are the states that
     enter segments, one entry each. If it is 0, a program scans a sequence, and `entering [N, HV, K, V]` are initial
@@ -105,21 +123,27 @@ def ssd_forward(
     HV, V = x.v.shape[2:]
     N = num_sequences(x.q, x.cu_seqlens)
     o = torch.empty_like(x.v, memory_format=torch.contiguous_format)
-    final_state = None if segment else torch.empty(N, HV, K, V, dtype=torch.float32, device=x.v.device)
+    final_state = None if pool is None else pool.state
+    if pool is not None:
+        entering = entering if segment else pool.state
+    elif not segment:
+        final_state = torch.empty(N, HV, K, V, dtype=torch.float32, device=x.v.device)
     spans = N if entering is None or not segment else len(entering)
     if config.hopper:
         from tokenmix_core.ops.ssd.hopper.forward import hopper_forward
 
-        if not segment and config.lookback:
+        if not segment and config.lookback and pool is None:
             segment, spans = config.lookback, N * cdiv(T, config.lookback)
         hopper_forward(
-            x, entering=entering, o=o, final_state=final_state, segment=segment, spans=spans, columns=config.hopper
-        )
-        return o, final_state
+            x, entering=entering, o=o, final_state=final_state, segment=segment, spans=spans, columns=config.hopper,
+            pool=pool,
+        )  # fmt: skip
+        return o, None if pool is not None else final_state
     ssd_forward_kernel[(spans * HV * cdiv(V, config.BV),)](
         q=x.q, k=x.k, v=x.v, g=x.g, dt=x.dt, D=x.D, o=o, initial_state=entering, final_state=final_state,
-        cu_seqlens=x.cu_seqlens, stride_q=x.q.stride(1), stride_k=x.k.stride(1), stride_v=x.v.stride(1), scale=x.scale,
-        T=T, N=N, G=G, HV=HV, segment=segment, K=K, V=V, BT=config.BT, BV=config.BV, SEGMENTED=segment > 0,
-        PACKED=x.cu_seqlens is not None, num_warps=config.num_warps, num_stages=config.num_stages,
+        **slot_arguments(pool), cu_seqlens=x.cu_seqlens, stride_q=x.q.stride(1), stride_k=x.k.stride(1),
+        stride_v=x.v.stride(1), scale=x.scale, T=T, N=N, G=G, HV=HV, segment=segment, K=K, V=V, BT=config.BT,
+        BV=config.BV, SEGMENTED=segment > 0, PACKED=x.cu_seqlens is not None, num_warps=config.num_warps,
+        num_stages=config.num_stages,
     )  # fmt: skip
-    return o, final_state
+    return o, None if pool is not None else final_state

@@ -12,7 +12,8 @@ from tokenmix_core.kernels.launch.launcher import cached_launch
 from tokenmix_core.kernels.triton.decay import load_decay
 from tokenmix_core.kernels.triton.memory import last_of
 from tokenmix_core.kernels.triton.precision import FLOAT32_DOT
-from tokenmix_core.kernels.triton.varlen import first_chunk, locate_chunk, sequence_span
+from tokenmix_core.kernels.triton.varlen import first_chunk, locate_chunk, locate_slot, sequence_span
+from tokenmix_core.ops.slots import Pool, slot_arguments
 from tokenmix_core.ops.ssd.tuning import SSDStates
 from tokenmix_core.ops.ssd.types import Inputs
 
@@ -152,12 +153,14 @@ def boundary_states_kernel(
 @cached_launch
 @triton.jit(do_not_specialize=["T", "HV", "segment"])
 def scan_segments_kernel(
-    segment_states, totals, initial, final, cu_seqlens, T, HV, segment,
+    segment_states, totals, initial, final, cu_seqlens, slots, fresh, stride_state, T, HV, segment,
     KV: tl.constexpr, BE: tl.constexpr, REVERSE: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
     """Replace each segment's own final state, which starts from zero, by the state entering it; store final states.
 
-    With REVERSE, gradients replace states, and segments are scanned from the last to the first.
+    With REVERSE, gradients replace states, and segments are scanned from the last to the first. With `slots`, `initial`
+    and `final` are one pool, and only the final states of sequences without tokens are stored: the forward kernel
+    stores the others.
     """
     i_p = tl.program_id(0)
     i_e = i_p % (KV // BE)
@@ -168,7 +171,11 @@ def scan_segments_kernel(
     o_e = i_e * BE + tl.arange(0, BE)
     o_sequence = (i_n.to(tl.int64) * HV + i_h) * KV
     b_s = tl.zeros([BE], tl.float32)
-    if initial is not None:
+    if slots is not None:
+        slot, held = locate_slot(i_n, slots, fresh)
+        o_pool = slot * stride_state + i_h * KV + o_e
+        b_s += tl.load(initial + o_pool, mask=o_e < tl.where(held, KV, 0), other=0.0)
+    elif initial is not None:
         b_s += tl.load(initial + o_sequence + o_e)
     segments = tl.cdiv(length, segment)
     for i in tl.range(segments, num_stages=3):
@@ -177,16 +184,26 @@ def scan_segments_kernel(
         b_own = tl.load(p_s)
         tl.store(p_s, b_s)
         b_s = b_s * tl.exp2(tl.load(totals + i_row)) + b_own
-    tl.store(final + o_sequence + o_e, b_s)
+    if slots is not None:
+        tl.store(final + o_pool, b_s, mask=o_e < tl.where((segments == 0) & (slot >= 0), KV, 0))
+    else:
+        tl.store(final + o_sequence + o_e, b_s)
 
 
 def segment_states(
-    x: Inputs, *, segment: int, config: SSDStates, do: Tensor | None = None, dfinal_state: Tensor | None = None
+    x: Inputs,
+    *,
+    segment: int,
+    config: SSDStates,
+    do: Tensor | None = None,
+    dfinal_state: Tensor | None = None,
+    pool: Pool | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return the states that enter segments `[slots, HV, K, V]`, and the final states `[N, HV, K, V]`, in float32.
 
     `slots`: one entry per segment of `segment` tokens (`chunking.chunk_slots`). With `do`, return instead the gradients
-    of the states that leave segments, and of the initial states.
+    of the states that leave segments, and of the initial states. With `pool`, initial states are in its slots, and the
+    second result is the pool, of which only slots of sequences without tokens are overwritten.
     """
     reverse = do is not None
     rows, columns = (x.k, x.v) if do is None else (x.q, do)
@@ -196,7 +213,10 @@ def segment_states(
     N, spans = num_sequences(x.q, x.cu_seqlens), chunk_slots(B, T, segment, x.cu_seqlens)
     states = torch.empty(spans, HV, K, V, dtype=torch.float32, device=x.v.device)
     totals = torch.empty(spans, HV, dtype=torch.float32, device=x.v.device)
-    final = torch.empty(N, HV, K, V, dtype=torch.float32, device=x.v.device)
+    if pool is None:
+        final = torch.empty(N, HV, K, V, dtype=torch.float32, device=x.v.device)
+    else:
+        initial = final = pool.state
     BK, BV = config.BK, config.BV
     segment_states_kernel[(spans * HV * (K // BK) * (V // BV),)](
         x=rows, y=columns, g=x.g, dt=dt, states=states, totals=totals, cu_seqlens=x.cu_seqlens,
@@ -206,8 +226,9 @@ def segment_states(
     )  # fmt: skip
     BE = min(K * V, 1024)
     scan_segments_kernel[(N * HV * (K * V // BE),)](
-        segment_states=states, totals=totals, initial=initial, final=final, cu_seqlens=x.cu_seqlens, T=T, HV=HV,
-        segment=segment, KV=K * V, BE=BE, REVERSE=reverse, PACKED=x.cu_seqlens is not None, num_warps=4,
+        segment_states=states, totals=totals, initial=initial, final=final, **slot_arguments(pool),
+        cu_seqlens=x.cu_seqlens, T=T, HV=HV, segment=segment, KV=K * V, BE=BE, REVERSE=reverse,
+        PACKED=x.cu_seqlens is not None, num_warps=4,
     )  # fmt: skip
     return states, final
 

@@ -50,6 +50,23 @@ class StepInputs(NamedTuple):
     slots: Tensor | None = None
 
 
+class PrefillInputs(NamedTuple):
+    """The arguments of `ssd_prefill`."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    g: Tensor
+    state: Tensor
+    slots: Tensor
+    fresh: Tensor | None
+    dt: Tensor | None
+    D: Tensor | None
+    cu_seqlens: Tensor | None
+    scale: float
+    impl: str | None = None
+
+
 class Gradients(NamedTuple):
     """Gradients in the order of `Inputs`; dq and dk are per value head until they are summed over each group's heads.
 

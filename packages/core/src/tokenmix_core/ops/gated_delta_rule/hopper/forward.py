@@ -12,8 +12,6 @@ If there are few heads, a program computes 64 columns of V and has one warpgroup
 scores with decay and β (README.md).
 """
 
-from collections import namedtuple
-
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -31,31 +29,15 @@ from tokenmix_core.kernels.gluon import hopper
 from tokenmix_core.kernels.launch.launcher import cached_launch
 from tokenmix_core.ops.gated_delta_rule import tuning
 from tokenmix_core.ops.gated_delta_rule.constants import CHUNK
-from tokenmix_core.ops.gated_delta_rule.hopper.gates import load_gate
-from tokenmix_core.ops.gated_delta_rule.hopper.segments import Factors, locate_segment, scan_start
+from tokenmix_core.ops.gated_delta_rule.forward import state_arguments
+from tokenmix_core.ops.gated_delta_rule.hopper.forward_types import Barriers, Options, Pipeline, Results, Span, Tiles
+from tokenmix_core.ops.gated_delta_rule.hopper.gates import load_gate, load_last
+from tokenmix_core.ops.gated_delta_rule.hopper.segments import Factors, locate_segment, locate_state, scan_start
 from tokenmix_core.ops.gated_delta_rule.types import Inputs, Saved, Terms
+from tokenmix_core.ops.slots import Pool
 
 # pipeline stages of a chunk's inputs
 NUM_STAGES = gl.constexpr(2)
-# shared memory of a stage: q, k, v, Ã and the gate vectors
-Tiles = namedtuple("Tiles", "q k v a gates")
-# shared memory of S and R of the current chunk, which the scan writes and the epilogue reads
-Results = namedtuple("Results", "s r")
-# the producer's barriers: one full and one empty barrier per stage
-Pipeline = namedtuple("Pipeline", "full empty")
-# the scan's barriers: one full and one empty barrier per stage; for S and for R one barrier "stored" and one "read"
-Barriers = namedtuple("Barriers", "full empty states residuals")
-# rows: tokens from the first scanned chunk to the sequence's end; chunks: scanned chunks; before: how many of the
-# scanned chunks precede the segment; their results are not stored
-Span = namedtuple("Span", "rows before chunks")
-# flags, constexprs: q is normalised; outputs are computed; S and R are saved for the backward pass
-Options = namedtuple("Options", "l2norm output save")
-
-
-@gluon.jit
-def load_last(p_gates, rows):
-    """Load b, the cumulative decay, of a chunk's last token."""
-    return gl.load(p_gates + (gl.maximum(gl.minimum(rows, 64), 1) - 1) * 4)
 
 
 @gluon.jit
@@ -104,11 +86,15 @@ def producer(
 
 
 @gluon.jit
-def scan_states(pointers, tiles, results, barriers, rows, chunks, known, wanted, FIRST: gl.constexpr, V: gl.constexpr):
+def scan_states(
+    pointers, tiles, results, barriers, rows, chunks, known, wanted, held, FIRST: gl.constexpr, V: gl.constexpr,
+    FINAL_V: gl.constexpr,
+):  # fmt: skip
     """Scan 64 columns of S over the chunks; S is transposed, so that matrices computed from it are register operands.
 
     S is loaded from `p_initial` if `known` is V, and starts at zero if `known` is 0. S after the last chunk is stored
-    if `wanted` is V. FIRST is the first of the columns.
+    if `wanted` is V. FIRST is the first of the columns. With slots, S is loaded from `p_final` if `held` is V; without
+    slots, `held` is None. Rows at `p_final` are FINAL_V elements apart.
     """
     p_initial, p_final, p_gates = pointers
     k_s, v_s, a_s, gates_s = tiles.k, tiles.v, tiles.a, tiles.gates
@@ -126,6 +112,9 @@ def scan_states(pointers, tiles, results, barriers, rows, chunks, known, wanted,
     o_v, o_k = FIRST + gl.arange(0, 64, gl.SliceLayout(1, tile)), gl.arange(0, K, gl.SliceLayout(0, tile))
     p_tile = o_k[None, :] * V + o_v[:, None]
     b_s = gl.load(p_initial + p_tile, mask=o_v[:, None] < known, other=0.0)
+    p_tile = o_k[None, :] * FINAL_V + o_v[:, None]
+    if held is not None:
+        b_s += gl.load(p_final + p_tile, mask=o_v[:, None] < held, other=0.0).to(gl.float32)
     zero = gl.zeros([64, BT], gl.float32, flat)
     last = load_last(p_gates, rows)
     for i in range(chunks):
@@ -161,7 +150,7 @@ def scan_states(pointers, tiles, results, barriers, rows, chunks, known, wanted,
         mbarrier.arrive(residuals.index(0))
         b_s, b_u = warpgroup_mma_wait(0, deps=[b_s, b_u])
         mbarrier.arrive(empty.index(stage))
-    gl.store(p_final + p_tile, b_s, mask=o_v[:, None] < wanted)
+    gl.store(p_final + p_tile, b_s.to(p_final.dtype.element_ty), mask=o_v[:, None] < wanted)
 
 
 @gluon.jit
@@ -262,14 +251,14 @@ def epilogue(pointers, tiles, results, barriers, s_o, scale, span, HV: gl.conste
 @gluon.jit(do_not_specialize=["T", "N", "tokens", "segment"])
 def forward_kernel(
     q, k, v, inverse, gates, writes, entering, initial_state, cu_seqlens, order, o, final_state, residual, states,
-    scale, T, N, tokens, segment,
+    slots, fresh, stride_state, scale, T, N, tokens, segment,
     H: gl.constexpr, HV: gl.constexpr, K: gl.constexpr, V: gl.constexpr, BT: gl.constexpr, BV: gl.constexpr,
-    L2NORM: gl.constexpr, PACKED: gl.constexpr, ORDERED: gl.constexpr,
+    L2NORM: gl.constexpr, PACKED: gl.constexpr, ORDERED: gl.constexpr, PARTS: gl.constexpr,
 ):  # fmt: skip
     """Compute outputs and final states (if `o` is given); store R and the chunks' entering states (if `residual` is).
 
     A program computes BV columns of V of a segment and value head. ORDERED: programs take segments in the order of
-    `order`. `writes` has one factor per chunk.
+    `order`. `writes` has one factor per chunk. `slots` and PARTS are as in the portable kernel.
     """
     OUTPUT: gl.constexpr = o is not None
     SAVE: gl.constexpr = residual is not None
@@ -321,14 +310,20 @@ def forward_kernel(
     span = Span(rows, before, chunks)
     o_state = (i_n.to(gl.int64) * HV + i_hv) * K * V + i_v * BV
     p_initial, known = hopper.pointer_or(entering, gates) + (i_s.to(gl.int64) * HV + i_hv) * K * V + i_v * BV, V
-    if first == 0:
+    held = None
+    if slots is not None:
+        o_pool, reads, keeps = locate_state(i_n, i_hv, slots, fresh, stride_state, K, V, PARTS)
+        o_state = o_pool + i_v * BV
+        held = gl.where(reads & (length <= segment), V, 0)
+        known = gl.where(length > segment, V, 0)
+    elif first == 0:
         p_initial = hopper.pointer_or(initial_state, gates) + o_state
         known = V if initial_state is not None else 0
     if begun < first:
         known = 0
     wanted = 0
     if OUTPUT & (end >= length):
-        wanted = V
+        wanted = V if slots is None else gl.where(keeps, V, 0)
     tiles, results = Tiles(q_s, k_s, v_s, a_s, gates_s), Results(s_s, s_r)
     pipeline, barriers = Pipeline(full, empty), Barriers(full, empty, states_2, residuals_2)
     p_w = p_gates
@@ -347,8 +342,8 @@ def forward_kernel(
     if warpgroups == 2:
         gl.warp_specialize(
             [
-                (scan_states, (ends, tiles, results, barriers, rows, chunks, known, wanted, 0, V)),
-                (scan_states, (ends, tiles, results, barriers, rows, chunks, known, wanted, 64, V)),
+                (scan_states, (ends, tiles, results, barriers, rows, chunks, known, wanted, held, 0, V, V * PARTS)),
+                (scan_states, (ends, tiles, results, barriers, rows, chunks, known, wanted, held, 64, V, V * PARTS)),
                 (epilogue, (outputs, tiles, results, barriers, s_o, scale, span, HV, V, Options(L2NORM, OUTPUT, SAVE))),
                 (producer, (inputs, tiles, pipeline, rows, chunks, H, HV, V, OUTPUT, writes is not None)),
             ],
@@ -357,7 +352,7 @@ def forward_kernel(
     else:
         gl.warp_specialize(
             [
-                (scan_states, (ends, tiles, results, barriers, rows, chunks, known, wanted, 0, V)),
+                (scan_states, (ends, tiles, results, barriers, rows, chunks, known, wanted, held, 0, V, V * PARTS)),
                 (epilogue, (outputs, tiles, results, barriers, s_o, scale, span, HV, V, Options(L2NORM, OUTPUT, SAVE))),
                 (producer, (inputs, tiles, pipeline, rows, chunks, H, HV, V, OUTPUT, writes is not None)),
             ],
@@ -374,8 +369,9 @@ def forward(
     o: Tensor | None,
     final_state: Tensor | None,
     saved: Saved | None,
+    pool: Pool | None = None,
 ) -> None:
-    """Write outputs to `o`, final states to `final_state`, residuals and chunk states to `saved`, unless None.
+    """Write outputs to `o`, final states to `final_state` or `pool`, residuals and chunk states to `saved`, if given.
 
     A segment has `segment` tokens; 0 stands for whole sequences. `x.writes` has one factor per chunk.
     """
@@ -388,7 +384,7 @@ def forward(
     residual, states, _ = saved or (None, None, None)
     forward_kernel[(programs * (V // BV),)](
         q=x.q, k=x.k, v=x.v, inverse=terms.inverse, gates=terms.gates, writes=x.writes, entering=terms.entering,
-        initial_state=x.initial_state, cu_seqlens=x.cu_seqlens, order=order, o=o, final_state=final_state,
+        **state_arguments(x, final_state, pool), cu_seqlens=x.cu_seqlens, order=order, o=o,
         residual=residual, states=states, scale=x.scale, T=T, N=num_sequences(x.q, x.cu_seqlens), tokens=B * T,
         segment=segment, H=H, HV=HV, K=K, V=V, BT=CHUNK, BV=BV, L2NORM=x.qk_l2norm, PACKED=x.cu_seqlens is not None,
         ORDERED=order is not None, num_warps=4, launch_pdl=True,

@@ -17,9 +17,11 @@ from tokenmix_core.chunking import chunk_slots, num_sequences
 from tokenmix_core.kernels.gluon import hopper
 from tokenmix_core.kernels.launch.launcher import cached_launch
 from tokenmix_core.ops.gated_delta_rule.constants import CHUNK, SIZES
+from tokenmix_core.ops.gated_delta_rule.forward import state_arguments
 from tokenmix_core.ops.gated_delta_rule.hopper.gates import gate_vectors, load_gates, store_gate_vectors, write_factor
-from tokenmix_core.ops.gated_delta_rule.hopper.segments import Factors, locate_segment, scan_start
+from tokenmix_core.ops.gated_delta_rule.hopper.segments import Factors, locate_segment, locate_state, scan_start
 from tokenmix_core.ops.gated_delta_rule.types import Inputs, Saved, Terms
+from tokenmix_core.ops.slots import Pool
 
 # columns of V per program: the rows of the transposed state
 COLUMNS = 64
@@ -31,14 +33,15 @@ WARPS = gl.constexpr(8)
 @gluon.jit(do_not_specialize=[*SIZES, "segment"])
 def forward_kernel(
     q, k, v, inverse, gates, writes, entering, initial_state, cu_seqlens, order, o, final_state, residual, states,
-    remainders, scale, T, N, H, group, tokens, segment,
+    remainders, slots, fresh, stride_state, scale, T, N, H, group, tokens, segment,
     K: gl.constexpr, V: gl.constexpr, BT: gl.constexpr, BV: gl.constexpr, L2NORM: gl.constexpr, PACKED: gl.constexpr,
-    ORDERED: gl.constexpr,
+    ORDERED: gl.constexpr, PARTS: gl.constexpr,
 ):  # fmt: skip
     """Compute outputs and final states or, without `o`, residuals and the chunks' entering states with rounding errors.
 
     S is transposed, `[BV, K]`; each warpgroup has half of its columns, and S passes through shared memory. ORDERED:
-    programs take segments in the order of `order`. `writes` has one factor per chunk.
+    programs take segments in the order of `order`. `writes` has one factor per chunk. `slots` and PARTS are as in the
+    portable kernel.
     """
     SAVE: gl.constexpr = o is None
     dtype: gl.constexpr = q.dtype.element_ty
@@ -87,9 +90,18 @@ def forward_kernel(
     o_tile = i_v * BV + o_k[None, :] * V + o_v[:, None]
     o_state = (i_n.to(gl.int64) * HV + i_hv) * K * V
     b_s = gl.zeros([BV, K], gl.float32, tile)
-    if initial_state is not None and first == 0:
+    o_last = o_tile
+    if slots is not None:
+        o_state, reads, keeps = locate_state(i_n, i_hv, slots, fresh, stride_state, K, V, PARTS)
+        o_last = i_v * BV + o_k[None, :] * (V * PARTS) + o_v[:, None]
+        if reads & (length <= segment):
+            b_s = gl.load(initial_state + o_state + o_last).to(gl.float32)
+    elif initial_state is not None and first == 0:
         b_s = gl.load(initial_state + o_state + o_tile)
-    if (first > 0) & (begun == first):
+    split = first > 0
+    if slots is not None:
+        split = length > segment
+    if split & (begun == first):
         b_s = gl.load(hopper.pointer_or(entering, gates) + (i_s.to(gl.int64) * HV + i_hv) * K * V + o_tile)
     o_i, o_j = gl.arange(0, BT, row), gl.arange(0, BT, col)
     zero = gl.zeros([BT, BT], gl.float32, flat)
@@ -176,7 +188,11 @@ def forward_kernel(
         hopper.barrier()
     async_copy.wait_group(0)
     if not SAVE and end >= length:
-        gl.store(final_state + o_state + o_tile, b_s)
+        if slots is not None:
+            if keeps:
+                gl.store(final_state + o_state + o_last, b_s.to(final_state.dtype.element_ty))
+        else:
+            gl.store(final_state + o_state + o_tile, b_s)
 
 
 def forward_tiled(
@@ -188,6 +204,7 @@ def forward_tiled(
     o: Tensor | None,
     final_state: Tensor | None,
     saved: Saved | None,
+    pool: Pool | None = None,
 ) -> None:
     """Write outputs and final states; or, if `saved` is given, residuals, chunk states and their rounding errors."""
     B, T, H, K = x.q.shape
@@ -197,7 +214,7 @@ def forward_tiled(
     residual, states, remainders = saved or (None, None, None)
     forward_kernel[(chunk_slots(B, T, segment, x.cu_seqlens) * HV * (V // COLUMNS),)](
         q=x.q, k=x.k, v=x.v, inverse=terms.inverse, gates=terms.gates, writes=x.writes, entering=terms.entering,
-        initial_state=x.initial_state, cu_seqlens=x.cu_seqlens, order=order, o=o, final_state=final_state,
+        **state_arguments(x, final_state, pool), cu_seqlens=x.cu_seqlens, order=order, o=o,
         residual=residual, states=states, remainders=remainders, scale=x.scale, T=T,
         N=num_sequences(x.q, x.cu_seqlens), H=H, group=HV // H, tokens=B * T, segment=segment, K=K, V=V, BT=CHUNK,
         BV=COLUMNS, L2NORM=x.qk_l2norm, PACKED=x.cu_seqlens is not None, ORDERED=order is not None, num_warps=8,

@@ -9,6 +9,12 @@ from tokenmix_core.kernels.gluon.hopper import causal_decay, row_layout
 
 
 @gluon.jit
+def load_last(p_gates, rows):
+    """Load b, the cumulative decay, of a chunk's last token."""
+    return gl.load(p_gates + (gl.maximum(gl.minimum(rows, 64), 1) - 1) * 4)
+
+
+@gluon.jit
 def load_gate(p_gate, rows, layout: gl.constexpr):
     """Load one of the four gates of a chunk's tokens; rows past the sequence's end repeat the last token's gate."""
     return gl.load(p_gate + gl.minimum(gl.arange(0, 64, layout), rows - 1) * 4)

@@ -5,7 +5,7 @@ from collections import namedtuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from tokenmix_core.kernels.gluon.hopper import add, locate_chunk
+from tokenmix_core.kernels.gluon.hopper import add, locate_chunk, locate_slot
 
 # log2 of the largest decay that counts as negligible: far below the rounding error of 16-bit operands
 NEGLIGIBLE = gl.constexpr(-32.0)
@@ -22,6 +22,16 @@ Segment = namedtuple("Segment", "i_s i_hv i_n begin length first")
 Factors = namedtuple("Factors", "writes slot i_hv HV")
 # first, end: indices of a segment's first chunk and one past its last; count: number of chunks of the sequence
 Chunks = namedtuple("Chunks", "first end count")
+
+
+@gluon.jit
+def locate_state(i_n, i_hv, slots, fresh, stride_state, K: gl.constexpr, V: gl.constexpr, PARTS: gl.constexpr):
+    """Return the offset in a pool of a head's state, and whether a sequence reads and whether it writes its slot.
+
+    PARTS heads of V columns share the rows of a head of the pool.
+    """
+    slot, held = locate_slot(i_n, slots, fresh)
+    return slot * stride_state + (i_hv // PARTS) * (K * V * PARTS) + (i_hv % PARTS) * V, held, slot >= 0
 
 
 @gluon.jit

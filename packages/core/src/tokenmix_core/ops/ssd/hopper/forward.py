@@ -25,6 +25,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from tokenmix_core.chunking import num_sequences
 from tokenmix_core.kernels.gluon import hopper
 from tokenmix_core.kernels.launch.launcher import cached_launch
+from tokenmix_core.ops.slots import Pool, slot_arguments
 from tokenmix_core.ops.ssd.hopper.smem_vectors import allocate_vectors, as_matrix, load_vectors, store_decays
 from tokenmix_core.ops.ssd.types import Inputs
 
@@ -64,7 +65,7 @@ def update_state(b_s, b_v, k_2, i, decay):
 def store_state(p_s, b_s, stride: gl.constexpr):
     """Store the parts of the state `b_s` at `p_s`, `stride` elements apart."""
     for p in gl.static_range(len(b_s)):
-        gl.store(p_s + p * stride, b_s[p])
+        gl.store(p_s + p * stride, b_s[p].to(p_s.dtype.element_ty))
 
 
 @gluon.jit
@@ -128,14 +129,15 @@ def scan_chunks(b_s, p, stages, HV, chunks):
 @cached_launch
 @gluon.jit(do_not_specialize=["T", "N", "G", "HV", "segment"])
 def hopper_forward_kernel(
-    q, k, v, g, dt, skip, o, initial_state, final_state, cu_seqlens,
-    stride_q, stride_k, stride_v, scale, T, N, G, HV, segment,
+    q, k, v, g, dt, skip, o, initial_state, final_state, cu_seqlens, slots, fresh,
+    stride_q, stride_k, stride_v, stride_state, scale, T, N, G, HV, segment,
     K: gl.constexpr, V: gl.constexpr, BV: gl.constexpr, INITIAL: gl.constexpr,
     SEGMENTED: gl.constexpr, LOOKBACK: gl.constexpr, PACKED: gl.constexpr,
 ):  # fmt: skip
     """Compute outputs and states of a sequence or (SEGMENTED) segment.
 
-    With `LOOKBACK` a segment's program first scans the chunks before the segment.
+    With `LOOKBACK` a segment's program first scans the chunks before the segment. With `slots`, final states are stored
+    in slots of the pool `final_state`, as in the portable kernel.
 
     The state is transposed, `[BV, K]`, 16 rows per warp: matrices computed from it are register operands. For K = 256
     the state has two parts, which become operands one after the other, because registers do not hold both as operands.
@@ -185,10 +187,22 @@ def hopper_forward_kernel(
     o_v, o_k = (gl.arange(0, BV, gl.SliceLayout(1, tile)), gl.arange(0, KP, gl.SliceLayout(0, tile)))
     o_state = (i_n.to(gl.int64) * HV + i_h) * K * V + i_v * BV
     o_state = o_state + o_k[None, :] * V + o_v[:, None]
+    if slots is not None:
+        i_last, ends = i_s, True
+        if SEGMENTED:
+            i_last, _, whole, start = hopper.locate_chunk(i_s, T, segment, N, cu_seqlens, PACKED, W)
+            ends = start + segment >= whole
+        slot, held = hopper.locate_slot(i_last, slots, fresh)
+        o_final = slot * stride_state + i_h * (K * V) + i_v * BV + o_k[None, :] * V + o_v[:, None]
     b_s = ()
     for p in gl.static_range(PARTS):
-        p_s = initial_state + (o_state + p * KP * V) if INITIAL else None
-        b_s = b_s + (gl.load(p_s) if INITIAL else gl.zeros([BV, KP], gl.float32, tile),)
+        if slots is not None and not SEGMENTED:
+            m_held = o_v[:, None] < gl.where(held, BV, 0)
+            b_held = gl.load(initial_state + (o_final + p * KP * V), mask=m_held, other=0.0)
+            b_s = b_s + (b_held.to(gl.float32),)
+        else:
+            p_s = initial_state + (o_state + p * KP * V) if INITIAL else None
+            b_s = b_s + (gl.load(p_s) if INITIAL else gl.zeros([BV, KP], gl.float32, tile),)
     if LOOKBACK:
         back = -past.to(gl.int64)
         p_dt = dt if dt is None else dt + o_h + back * HV
@@ -269,7 +283,10 @@ def hopper_forward_kernel(
         b_p = multiply_keys(q_2, k_2, next_stage, zero_p)
         done = warpgroup_mma_wait(0, deps=(b_p, b_v) + b_s)
         b_p, b_s = done[0], done[2:]
-    if LOOKBACK:
+    if slots is not None:
+        if ends & (slot >= 0):
+            store_state(final_state + o_final, b_s, KP * V)
+    elif LOOKBACK:
         if past + segment >= T:
             store_state(final_state + o_state, b_s, KP * V)
     elif not SEGMENTED:
@@ -285,19 +302,21 @@ def hopper_forward(
     segment: int,
     spans: int,
     columns: int,
+    pool: Pool | None = None,
 ) -> None:
     """Write o and, unless None, the final states of `spans` sequences, or of `spans` segments of `segment` tokens.
 
     If there are segments and final states, each program scans its sequence from the start (`LOOKBACK`). A program
-    computes `columns` columns of V.
+    computes `columns` columns of V. With `pool`, final states overwrite its slots.
     """
     _, T, G, K = x.q.shape
     HV, V = x.v.shape[2:]
     stride_q, stride_k, stride_v = (y.stride(1) // 8 for y in (x.q, x.k, x.v))
     hopper_forward_kernel[(spans * HV * (V // columns),)](
         q=x.q, k=x.k, v=x.v, g=x.g, dt=x.dt, skip=x.D, o=o, initial_state=entering, final_state=final_state,
-        cu_seqlens=x.cu_seqlens, stride_q=stride_q, stride_k=stride_k, stride_v=stride_v, scale=x.scale, T=T,
-        N=num_sequences(x.q, x.cu_seqlens), G=G, HV=HV, segment=segment, K=K, V=V, BV=columns,
-        INITIAL=entering is not None, SEGMENTED=segment > 0, LOOKBACK=segment > 0 and final_state is not None,
-        PACKED=x.cu_seqlens is not None, num_warps=columns // 16,
+        **slot_arguments(pool), cu_seqlens=x.cu_seqlens, stride_q=stride_q, stride_k=stride_k, stride_v=stride_v,
+        scale=x.scale, T=T, N=num_sequences(x.q, x.cu_seqlens), G=G, HV=HV, segment=segment, K=K, V=V, BV=columns,
+        INITIAL=entering is not None, SEGMENTED=segment > 0,
+        LOOKBACK=segment > 0 and final_state is not None and pool is None, PACKED=x.cu_seqlens is not None,
+        num_warps=columns // 16,
     )  # fmt: skip
