@@ -63,6 +63,38 @@ def test_steps_in_slots_equal_steps_on_states(name, impl, dtype, device):
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("name", MIXERS)
+@pytest.mark.parametrize("impl", ["reference", "triton"])
+def test_packed_prompts_in_slots_equal_prompts_alone(name, impl, device):
+    torch.manual_seed(0)
+    mixer = MIXERS[name](impl).to(device).eval()
+    x = torch.randn(3, 80, 32, device=device)
+    layout = layout_of(mixer, x)
+    pool = torch.full((6, slot_elements({"": layout})), -1, dtype=SLOT_DTYPE, device=device)
+    views, slots = layout.views(pool), torch.tensor([4, 0, 2], device=device)
+    others = pool[[1, 3, 5]].clone()
+    alone, past = [mixer.make_state() for _ in x], [0, 0, 0]
+    # sequence 1 begins in the first call, sequences 0 and 2 in the second
+    for indices, sizes in (((1,), (3,)), ((2, 1, 0), (1, 5, 70)), ((0, 1, 2), (2, 1, 3))):
+        parts = [x[i, past[i] : past[i] + n] for i, n in zip(indices, sizes, strict=True)]
+        fresh = torch.tensor([past[i] == 0 for i in indices], device=device)
+        wanted = [run(mixer, part[None], alone[i], past[i])[0] for i, part in zip(indices, parts, strict=True)]
+        packed = torch.cat(parts)[None]
+        state = layout.in_slots(views, slots[list(indices)], fresh if bool(fresh.any()) else None)
+        state.span = Span(1, packed.shape[1], packed.device)
+        ends = torch.tensor([0, *sizes]).cumsum(0).to(device, torch.int32)
+        got, _ = mixer(packed, state=state, cu_seqlens=ends)
+        assert relative_error(got[0], torch.cat(wanted)) < 1e-5
+        for i, n in zip(indices, sizes, strict=True):
+            past[i] += n
+    assert torch.equal(pool[[1, 3, 5]], others)
+    gathered = layout.gather(views, slots)
+    for part, held in gathered.parts.items():
+        wanted = torch.cat([state.parts[part].value for state in alone])
+        assert relative_error(held.value, wanted) < 1e-5, part
+
+
+@torch.no_grad()
 def test_states_of_16_bits_halve_the_slot(device):
     mixer, x = MIXERS["GDN"]("reference").to(device), torch.randn(1, 1, 32, device=device)
     wide, narrow = (layout_of(mixer, x, dtype) for dtype in (torch.float32, torch.bfloat16))

@@ -18,7 +18,7 @@ from tokenmix_core.nn.projections import output_linear, projected
 from tokenmix_core.nn.rotary import Rotation
 from tokenmix_core.nn.short_conv import ShortConv, convolved
 from tokenmix_core.nn.state import LayerState, TensorState
-from tokenmix_core.ops import delta_gates, delta_layer_step, gated_delta_rule_step
+from tokenmix_core.ops import delta_gates, delta_layer_step, gated_delta_rule_prefill, gated_delta_rule_step
 from tokenmix_core.ops.dispatch import unless_gluon
 from tokenmix_core.ops.types import Impl
 from tokenmix_core.parallel import chunk_gated_delta_rule
@@ -49,7 +49,7 @@ class GatedDeltaNet(Mixer):
 
     takes_more_tokens = True
     splits_sequences = splits_prompts = True
-    packs_states = steps_in_slots = True
+    packs_states = uses_slots = True
 
     float32 = ("A_log", "dt_bias")
 
@@ -152,6 +152,11 @@ class GatedDeltaNet(Mixer):
             q, k, v, g, beta = (x.squeeze(1) for x in (q, k, v, g, beta))
             options |= {"impl": unless_gluon(self.impl), "slots": state.recurrent.slots}
             o = gated_delta_rule_step(q, k, v, g, beta, recurrent, **options).unsqueeze(1)
+        elif state is not None and state.recurrent.slots is not None:
+            held, options = state.recurrent, options | {"cu_seqlens": cu_seqlens}
+            pool = held.get(len(q), q)
+            o = gated_delta_rule_prefill(q, k, v, g, beta, pool, slots=held.slots, fresh=held.fresh, **options)
+            state.arrivals.reset(len(q), q)
         else:
             before = None if state is None else state.recurrent.value
             o, after = chunk_gated_delta_rule(q, k, v, g, beta, initial_state=before, cu_seqlens=cu_seqlens, **options)

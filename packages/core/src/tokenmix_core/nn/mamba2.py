@@ -17,7 +17,7 @@ from tokenmix_core.nn.projections import output_linear, split_linear
 from tokenmix_core.nn.rotary import Rotation
 from tokenmix_core.nn.short_conv import ShortConv
 from tokenmix_core.nn.state import LayerState, TensorState
-from tokenmix_core.ops import ssd_step
+from tokenmix_core.ops import ssd_prefill, ssd_step
 from tokenmix_core.ops.dispatch import unless_gluon
 from tokenmix_core.ops.types import Impl
 from tokenmix_core.parallel import chunk_ssd
@@ -46,7 +46,7 @@ class Mamba2(Mixer):
 
     takes_more_tokens = True
     splits_sequences = splits_prompts = True
-    packs_states = steps_in_slots = True
+    packs_states = uses_slots = True
 
     float32 = ("A_log", "dt_bias", "D")
 
@@ -127,6 +127,10 @@ class Mamba2(Mixer):
             C, B, x, g, dt = (t.squeeze(1) for t in (C, B, x, g, dt))
             options = {"slots": state.recurrent.slots, "impl": unless_gluon(self.impl)}
             y = ssd_step(C, B, x, g, recurrent, dt=dt, D=D, **options).unsqueeze(1)
+        elif state is not None and state.recurrent.slots is not None:
+            held = state.recurrent
+            options = {"slots": held.slots, "fresh": held.fresh, "cu_seqlens": cu_seqlens, "impl": self.impl}
+            y = ssd_prefill(C, B, x, g, held.get(len(x), x), dt=dt, D=D, **options)
         else:
             before = None if state is None else state.recurrent.value
             y, after = chunk_ssd(C, B, x, g, dt=dt, D=D, initial_state=before, cu_seqlens=cu_seqlens, impl=self.impl)

@@ -43,8 +43,8 @@ class Mixer(KeepsFloat32):
             (`modeling.split_prefill`). Subclasses do not inherit the value.
         packs_states: whether one call can continue several packed sequences, given only `cu_seqlens`: sequence i starts
             from row i of every state, and all states are of class `TensorState`. Subclasses do not inherit the value.
-        steps_in_slots: whether decoding steps overwrite states in the slots of pools (`TensorState.slots`).
-            Subclasses do not inherit the value.
+        uses_slots: whether decoding steps overwrite states in the slots of pools (`TensorState.slots`), and with
+            `packs_states` also calls on packed sequences. Subclasses do not inherit the value.
     """
 
     inputs: ClassVar[tuple[str, ...]] = ()
@@ -56,7 +56,7 @@ class Mixer(KeepsFloat32):
     splits_sequences: ClassVar[bool] = False
     splits_prompts: ClassVar[bool] = False
     packs_states: ClassVar[bool] = False
-    steps_in_slots: ClassVar[bool] = False
+    uses_slots: ClassVar[bool] = False
 
     @classmethod
     def from_config(cls, config: Any, layer_idx: int, **options: Any) -> Mixer:

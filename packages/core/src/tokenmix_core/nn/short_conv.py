@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from jaxtyping import Float, Int
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from tokenmix_core.nn.init import init_short_conv_
 from tokenmix_core.nn.plain import is_plain
 from tokenmix_core.nn.state import TensorState
-from tokenmix_core.ops import short_conv_step, short_conv_steps
+from tokenmix_core.ops import short_conv_prefill, short_conv_step, short_conv_steps, short_convs_prefill
 from tokenmix_core.ops.types import Impl
 from tokenmix_core.parallel import short_conv, short_convs
 
@@ -67,7 +67,7 @@ class ShortConv(nn.Module):
     ) -> Float[Tensor, "B T D"]:
         """Return the convolution of x.
 
-        A `state` holds the preceding inputs and is updated, in place if `step` (T = 1).
+        A `state` holds the preceding inputs and is updated, in place if it is in slots or if `step` (T = 1).
         """
         if step and state is not None:
             y = short_conv_step(
@@ -80,6 +80,18 @@ class ShortConv(nn.Module):
                 impl=self.impl,
             )
             return y.unsqueeze(1)
+        if state is not None and state.slots is not None:
+            return short_conv_prefill(
+                x,
+                self.weight,
+                self.bias,
+                state.get(x.shape[0], x),
+                slots=state.slots,
+                fresh=state.fresh,
+                activation=self.activation,
+                cu_seqlens=cu_seqlens,
+                impl=self.impl,
+            )
         before = None if state is None else state.value
         y, last = short_conv(
             x,
@@ -122,11 +134,13 @@ def convolved(
         return _one_by_one(convs, xs, states, cu_seqlens, step)
     weights = [conv.weight for conv in convs]
     activation, impl = convs[0].activation, convs[0].impl
-    if step:
-        held = [state for state in states if state is not None]
+    held = [state for state in states if state is not None]
+    if step or (held and held[0].slots is not None):
         last = [state.get(len(x), x) for state, x in zip(held, xs, strict=True)]
-        tokens = [x.squeeze(1) for x in xs]
-        tokens = short_conv_steps(tokens, weights, last, slots=held[0].slots, activation=activation, impl=impl)
+        options: dict[str, Any] = {"slots": held[0].slots, "activation": activation, "impl": impl}
+        if not step:
+            return short_convs_prefill(xs, weights, last, fresh=held[0].fresh, cu_seqlens=cu_seqlens, **options)
+        tokens = short_conv_steps([x.squeeze(1) for x in xs], weights, last, **options)
         return tuple(y.unsqueeze(1) for y in tokens)
     initial = [x for x in before if x is not None]
     outputs = short_convs(

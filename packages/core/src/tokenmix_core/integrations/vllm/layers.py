@@ -82,11 +82,11 @@ class ServedState(nn.Module, MambaBase):
         self.mixer, self.layout, self.elements, self.prefix = mixer, layout, elements, prefix
         self.inputs, self.rotary_dim, self.has_step_forms = (), mixer.rotary_dim, has_step_forms(type(mixer))
         self.prepare, self.max_length = prepare, max_length
-        # whether one call computes all prompts of a step, and whether a decoding step leaves states in their slots, for
-        # states of constant size
+        # whether one call computes all prompts of a step, and whether calls leave states in their slots, for states of
+        # constant size
         constant = all(isinstance(x, TensorState) for x in layout.template.parts.values())
         self.packs, self.in_slots = (
-            constant and vars(type(mixer)).get(name, False) for name in ("packs_states", "steps_in_slots")
+            constant and vars(type(mixer)).get(name, False) for name in ("packs_states", "uses_slots")
         )
         self.kv_cache = (torch.tensor([]),)
         self._views: tuple[Tensor, dict[str, list[Tensor]]] | None = None
@@ -168,10 +168,14 @@ class ServedState(nn.Module, MambaBase):
         """Return the outputs of all prefill tokens, by one packed call that updates the slots of their requests."""
         n = step.decodes
         slots = step.slots[n:]
-        fresh = None if all(step.prefill_lengths) else step.before[n:] == 0
-        state = self.layout.gather(self.views, slots, fresh=fresh)
+        state = (
+            self.layout.in_slots(self.views, slots, step.fresh)
+            if self.in_slots
+            else self.layout.gather(self.views, slots, fresh=step.fresh)
+        )
         y = self._call(x, rotary, state, Span(1, x.shape[1], x.device), step.cu_seqlens)
-        self.layout.scatter(state, self.views, slots)
+        if not self.in_slots:
+            self.layout.scatter(state, self.views, slots)
         return y
 
     def _prefill(self, x: Tensor, rotary: Rotation | None, step: StateMetadata) -> list[Tensor]:

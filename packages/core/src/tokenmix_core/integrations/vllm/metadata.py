@@ -31,6 +31,7 @@ class StateMetadata:
         prefill_lengths: `before` of all other requests, on the host.
         prefill_tokens: number of new tokens of each of the other requests, on the host.
         cu_seqlens: boundaries of the new tokens of the other requests.
+        fresh: bool, True for each of the other requests without earlier tokens; None if all have earlier tokens.
     """
 
     decodes: int
@@ -41,6 +42,7 @@ class StateMetadata:
     prefill_lengths: list[int]
     prefill_tokens: list[int]
     cu_seqlens: Tensor | None
+    fresh: Tensor | None
 
 
 class StateBackend(AttentionBackend):
@@ -112,6 +114,7 @@ class StateMetadataBuilder(AttentionMetadataBuilder):
             lengths[decodes:].tolist(),
             tokens[decodes:].tolist(),
             common.query_start_loc[decodes : n + 1] - common.query_start_loc[decodes] if prefills else None,
+            before[decodes:] == 0 if bool((lengths[decodes:] == 0).any()) else None,
         )
 
     def _clear(self, slots: Tensor) -> None:

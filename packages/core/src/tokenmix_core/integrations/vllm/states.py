@@ -57,18 +57,19 @@ class SlotLayout:
         """Return the tensors `[slots, *shape]` of every part of the state, as views of the pool `[slots, elements]`."""
         return {name: [_view(pool, field) for field in fields] for name, fields in self.fields.items()}
 
-    def in_slots(self, views: dict[str, list[Tensor]], slots: Tensor) -> LayerState:
-        """Return the states in `slots` as one layer's state for a decoding step, which overwrites them.
+    def in_slots(self, views: dict[str, list[Tensor]], slots: Tensor, fresh: Tensor | None = None) -> LayerState:
+        """Return the states in `slots` as one layer's state for a call that overwrites them.
 
         Args:
             views: the tensors of the pool, as `views` returns them; all parts of the state are of class `TensorState`.
-            slots: int32 `[N]`, the slot of each sequence, or a negative number for padding.
+            slots: int32 or int64 `[N]`, the slot of each sequence; in a decoding step a negative number for padding.
+            fresh: for a prefill, bool `[N]`, True for a sequence without earlier tokens; None if all have earlier ones.
         """
         state = LayerState()
         for name, part in self.template.parts.items():
             held, (pool,) = copy.copy(part), views[name]
             assert isinstance(held, TensorState)
-            held.value, held.slots, held.fixed = pool, slots, True
+            held.value, held.slots, held.fresh, held.fixed = pool, slots, fresh, True
             state.parts[name] = held
         return state
 

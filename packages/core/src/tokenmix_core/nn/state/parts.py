@@ -157,11 +157,14 @@ class TensorState(StatePart):
             the dtype of the activations.
 
     Attributes:
-        slots: int32 `[N]` or None. With slots, `value` is a pool `[S, *shape]`, and sequence n of a decoding step reads
-            and overwrites slot `slots[n]`, or none if it is negative; see `Mixer.steps_in_slots`.
+        slots: int32 or int64 `[N]`, or None. With slots, `value` is a pool `[S, *shape]`, and sequence n of a call
+            reads and overwrites slot `slots[n]`; see `Mixer.uses_slots`. In a decoding step, a negative slot marks
+            padding.
+        fresh: bool `[N]`, True for a sequence of a prefill in slots that starts from zeros; None if none does.
     """
 
     slots: Tensor | None = None
+    fresh: Tensor | None = None
 
     def __init__(self, *shape: int, dtype: torch.dtype | None = None):
         self.shape, self.dtype = shape, dtype
@@ -175,6 +178,12 @@ class TensorState(StatePart):
                 dtype = torch.promote_types(dtype, like.dtype)
             self.value = like.new_zeros(batch, *self.shape, dtype=dtype)
         return self.value
+
+    def reset(self, batch: int, like: Tensor) -> None:
+        """Set the tensor, or the slots of the call, to zeros; do nothing if there is a tensor without slots."""
+        value = self.get(batch, like)
+        if self.slots is not None:
+            value.index_fill_(0, self.slots.long(), 0)
 
     def set(self, value: Tensor) -> None:
         """Store `value`, detached from its graph, for the next call."""
