@@ -89,9 +89,21 @@ def step(op, N=32, H=16, K=128, V=128, pool=None):
     x = tensors(q=(N, H, K), k=(N, H, K), v=(N, H, V), g=(N, H), state=(N, H, K, V))
     x |= tensors(beta=(N, H)) if op == "gated_delta_rule_step" else {}
     if pool is not None:
-        x |= {"state": torch.empty(N, H, K, V, dtype=pool), "slots": torch.zeros(N, dtype=torch.int32)}
+        x |= {"state": torch.empty(N, H, K, V, dtype=pool), "slots": torch.arange(N, dtype=torch.int32)}
     with torch.no_grad():
         getattr(ops, op)(**x, impl="gluon")
+
+
+def prefill(op, pool, H=16, K=128, V=128):
+    from tokenmix_core import ops
+
+    T, N = BOUNDARIES[-1], len(BOUNDARIES) - 1
+    x = tensors(q=(1, T, H, K), k=(1, T, H, K), v=(1, T, H, V), g=(1, T, H))
+    x |= tensors(beta=(1, T, H)) if op == "gated_delta_rule_prefill" else tensors(dt=(1, T, H), D=(H,))
+    state, fresh = torch.empty(N, H, K, V, dtype=pool), torch.zeros(N, dtype=torch.bool)
+    given = {"slots": torch.arange(N), "fresh": fresh, "cu_seqlens": torch.tensor(BOUNDARIES, dtype=torch.int32)}
+    with torch.no_grad():
+        getattr(ops, op)(**x, state=state, **given, impl="gluon")
 
 
 # the first ones have every kernel
@@ -118,6 +130,10 @@ CALLS = {
 for op in ("gated_delta_rule_step", "ssd_step"):
     for pool in (torch.float32, torch.bfloat16):
         CALLS[f"{op} in slots of {pool}"] = partial(step, op, pool=pool)
+for op in ("gated_delta_rule_prefill", "ssd_prefill"):
+    for pool in (torch.float32, torch.bfloat16):
+        for H, K, V in ((16, 128, 128), (2, 128, 128), (2, 128, 256), (2, 256, 128), (2, 64, 64)):
+            CALLS[f"{op} {H} {K} {V} in slots of {pool}"] = partial(prefill, op, pool, H, K, V)
 for K in (64, 128, 256):
     for V in (64, 128, 256):
         sizes = dict(K=K, V=V)
