@@ -73,8 +73,8 @@ def delta_layer_step(
             of equal size.
         arrivals: counters of finished programs, int32, contiguous, all zero; each launch resets them to zero. Only
             calls that share a state may share them.
-        slots: int32 `[B]`. `inputs`, `state` and `arrivals` are then pools `[S, ...]`, and row n reads and overwrites
-            slot `slots[n]` of each; a row with a negative slot is padding: its y is zero, and it reads and
+        slots: int32 or int64 `[B]`. `inputs`, `state` and `arrivals` are then pools `[S, ...]`, and row n reads and
+            overwrites slot `slots[n]` of each; a row with a negative slot is padding: its y is zero, and it reads and
             writes no slot. No two rows may have the same slot, unless it is negative. The slots of a pool may be any
             distance apart, and the pool of states may also be bfloat16 or float16: it rounds the state once per token.
             None: row n has the n-th state.
