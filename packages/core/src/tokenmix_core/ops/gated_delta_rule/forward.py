@@ -184,20 +184,21 @@ def forward_kernel(
     if REMAINDERS:
         p_m = remainders + o_s + p_tile
 
-    not_entering = 0
+    # segments at positions after `whole` start from an entering state
+    whole = 0
     if slots is not None:
-        slot, held = locate_slot(i_n, slots, fresh)
-        o_state = head_state(slot, stride_state, i_hv, K, V, PARTS) + o_k[None, :] * (V * PARTS)
+        i_slot, held = locate_slot(i_n, slots, fresh)
+        o_state = head_state(i_slot, stride_state, i_hv, K, V, PARTS) + o_k[None, :] * (V * PARTS)
         o_state = o_state + i_v * BV + o_v[:, None]
         if SPLIT:
             held = held & (length <= segment)
-            not_entering = tl.where(length > segment, -1, 0)
+            whole = tl.where(length > segment, -1, 0)
         b_s = tl.load(initial_state + o_state, mask=o_k[None, :] < tl.where(held, K, 0), other=0.0).to(tl.float32)
     elif initial_state is not None:
         b_s = tl.load(initial_state + o_state).to(tl.float32)
     else:
         b_s = tl.zeros([BV, K], tl.float32)
-    if SPLIT and first > not_entering:
+    if SPLIT and first > whole:
         known = tl.where(begun < first, 0, K)
         b_s = tl.load(entering + i_sh.to(tl.int64) * K * V + p_tile, mask=o_k[None, :] < known, other=0.0)
 
@@ -256,7 +257,7 @@ def forward_kernel(
 
     if OUTPUT and end >= length:
         if slots is not None:
-            tl.store(final_state + o_state, b_s, mask=o_k[None, :] < tl.where(slot >= 0, K, 0))
+            tl.store(final_state + o_state, b_s, mask=o_k[None, :] < tl.where(i_slot >= 0, K, 0))
         else:
             tl.store(final_state + o_state, b_s)
 
