@@ -76,6 +76,30 @@ def test_heads_keep_their_runs_in_order(ask):
             assert torch.equal(values[n, h, : len(v)], v)
 
 
+def test_a_step_in_slots_of_pools_equals_one_on_a_state():
+    kv = paged()
+    kv.append(*tokens(3, 0))
+    kv.fix(8 * PAGE, 5 * PAGE)
+    slots = torch.tensor([4, 1], dtype=torch.int32)
+    pools = [x.new_full((6, *x.shape[1:]), 1 << 20) for x in kv.tensors]
+    for pool, x in zip(pools, kv.tensors, strict=True):
+        pool[slots.long()] = x
+    held, given = paged(), iter(pools)
+    held.allocate(1, kv.keys)
+    held.map_(lambda _: next(given))
+    held.slots, held.fixed = slots, True
+    others = [pool[[0, 2, 3, 5]].clone() for pool in pools]
+    q = torch.randn(N, H, K, dtype=torch.float64)
+    for seed in (1, 2):
+        call = tokens(1, seed)
+        kv.append(*call)
+        held.append(*call)
+        assert all(map(torch.equal, held.attend(q), kv.attend(q)))
+        assert torch.equal(held.lengths[slots.long()], kv.lengths)
+    for pool, before in zip(pools, others, strict=True):
+        assert torch.equal(pool[[0, 2, 3, 5]], before)
+
+
 def test_memory_follows_the_runs_that_heads_take():
     kv = paged()
     k, v, _ = tokens(1, 0)

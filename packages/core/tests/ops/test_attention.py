@@ -344,8 +344,39 @@ class TestPagedDecoding(OpContract):
         yield arguments["page_table"], 2
 
     def operators(self, device):
-        call = self.make(device=device, TQ=1)
+        call = self.make(device=device, TQ=1, poisoned=False)
         yield paged_attention_decode_op, (*call.tensors.values(), *call.options.values(), 0.5, "reference")
+        slots = torch.tensor([1, 0], dtype=torch.int32, device=device)
+        yield paged_attention_decode_op, (*call.tensors.values(), *call.options.values(), 0.5, "reference", slots)
+
+    @pytest.mark.parametrize("backend", ["reference", "triton"])
+    def test_a_pool_of_slots_at_any_distance(self, backend, device):
+        call = self.make(torch.float32, device, B=3, TQ=2)
+        expected = paged_attention_decode(**call.tensors, **call.options, impl=backend)
+        slots, tensors = torch.tensor([4, 0, 3], dtype=torch.int32, device=device), dict(call.tensors)
+        for name in self.tokens:
+            x = tensors[name]
+            pool = x.new_full((5, x[0].numel() + 48), torch.nan)
+            tensors[name] = pool[:, : x[0].numel()].view(5, *x.shape[1:])
+            tensors[name][slots.long()] = x
+        got = paged_attention_decode(**tensors, **call.options, slots=slots, impl=backend)
+        assert torch.equal(got.o, expected.o)
+        assert torch.equal(got.lse, expected.lse)
+
+    @pytest.mark.parametrize(
+        ("slots", "message"),
+        [
+            (torch.tensor([0, 2], dtype=torch.int32), "at least 0 and less than the pool's 2 slots"),
+            (torch.tensor([-1, 0], dtype=torch.int32), "at least 0 and less than the pool's 2 slots"),
+            (torch.tensor([0, 1]), "slots must be int32"),
+            (torch.tensor([0], dtype=torch.int32), "slots must have shape"),
+        ],
+        ids=["beyond the pool", "negative", "wide", "too few"],
+    )
+    def test_slots_that_do_not_fit_are_refused(self, slots, message):
+        call = self.make(torch.float32)
+        with pytest.raises(ValueError, match=message):
+            paged_attention_decode(**call.tensors, **call.options, slots=slots)
 
 
 def merged(first, first_lse, second, second_lse, impl=None):

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from tokenmix_core.kernels.launch.cache.capture import is_plain
 from tokenmix_core.ops.checks import bind_shapes, check_dtype
 from tokenmix_core.ops.dispatch import HALF
 from tokenmix_core.ops.types import ScanOutput
@@ -71,15 +72,28 @@ def check_written(op: str, slots: Tensor | None, **written: Tensor) -> None:
         if not (x if slots is None else x[:1]).is_contiguous():
             which = "" if slots is None else " within a slot"
             raise ValueError(f"{op}: {name} must be contiguous{which} to be overwritten, got strides {x.stride()}")
+    check_slots(op, slots, min(map(len, written.values())), written=True)
+
+
+def check_slots(op: str, slots: Tensor | None, number: int, *, written: bool = False) -> None:
+    """Check the dtype of slots and, if they are on a CPU, that the pool of `number` slots has them.
+
+    Slots that a call writes may be int64, a negative one is padding, and the others must differ.
+
+    Raises:
+        ValueError: slots of another dtype, a slot that does not exist, or one that two sequences would write.
+    """
     if slots is None:
         return
-    check_dtype(op, (torch.int32, torch.int64), slots=slots)
-    if not slots.is_cuda and not torch.compiler.is_compiling() and len(slots):
-        number, live = min(map(len, written.values())), slots[slots >= 0]
-        if int(slots.max()) >= number:
-            raise ValueError(f"{op}: slots must be less than the pool's {number} slots, got {slots.tolist()[:16]}")
-        if len(live.unique()) < len(live):
-            raise ValueError(f"{op}: slots must differ unless they are negative, got {slots.tolist()[:16]}")
+    check_dtype(op, (torch.int32, torch.int64) if written else (torch.int32,), slots=slots)
+    if slots.is_cuda or not is_plain(slots) or torch.compiler.is_compiling() or not len(slots):
+        return
+    if int(slots.max()) >= number or (int(slots.min()) < 0 and not written):
+        least = "" if written else "at least 0 and "
+        raise ValueError(f"{op}: slots must be {least}less than the pool's {number} slots, got {slots.tolist()[:16]}")
+    live = slots[slots >= 0]
+    if written and len(live.unique()) < len(live):
+        raise ValueError(f"{op}: slots must differ unless they are negative, got {slots.tolist()[:16]}")
 
 
 def check_pool(op: str, dims: dict[str, int], like: tuple[Tensor, str], shape: str, **pools: Tensor | None) -> None:

@@ -118,16 +118,18 @@ class PagedKVState(StatePart):
         if not runs:
             return
         keys, values, table, lengths = self._held()
-        held, counts = lengths // self.page, take.mT.flatten(1).cumsum(1, dtype=torch.int32)
+        rows = torch.arange(len(k), device=k.device).unsqueeze(1)
+        slots = rows if self.slots is None else self.slots.long().unsqueeze(1)
+        held, counts = lengths[slots[:, 0]] // self.page, take.mT.flatten(1).cumsum(1, dtype=torch.int32)
         used, number = held.sum(1, keepdim=True), torch.arange(1, most + 1, dtype=torch.int32, device=k.device)
-        rows, source = torch.arange(len(counts), device=k.device).unsqueeze(1), self._taken(counts, number)
-        target = torch.where(number <= counts[:, -1:], used + number, 0)
+        source, target = self._taken(counts, number), torch.where(number <= counts[:, -1:], used + number, 0)
         for pool, x in ((keys, k), (values, v)):
-            pool[rows, target] = self._runs(x, rows, *source)
+            pool[slots, target] = self._runs(x, rows, *source)
         page = (used + counts).view_as(take.mT)
         column = torch.where(take.mT, held.unsqueeze(-1) + take.mT.cumsum(2) - 1, table.shape[2] - 1)
-        table.scatter_(2, column, page.to(torch.int32))
-        lengths += self.page * take.sum(1, dtype=torch.int32)
+        head = torch.arange(self.heads, device=k.device).unsqueeze(1)
+        table[slots.unsqueeze(2), head, column] = page.to(torch.int32)
+        lengths[slots[:, 0]] += self.page * take.sum(1, dtype=torch.int32)
 
     def lists(self) -> tuple[Float[Tensor, "N H S K"], Float[Tensor, "N H S V"]]:
         """Return each head's tokens as contiguous lists; entries beyond a list's end are undefined.
@@ -149,7 +151,12 @@ class PagedKVState(StatePart):
         Returns:
             o `[N, 1, HQ, V]` and the log-sum-exp `[N, 1, HQ]`, −∞ for a head without keys.
         """
-        return paged_attention_decode(q.unsqueeze(1), *self._held(), scale=scale, impl=impl)
+        keys, values, table, lengths = self._held()
+        if self.slots is not None:
+            table, lengths = (x.index_select(0, self.slots) for x in (table, lengths))
+        return paged_attention_decode(
+            q.unsqueeze(1), keys, values, table, lengths, slots=self.slots, scale=scale, impl=impl
+        )
 
     def map_(self, fn: Callable[[Tensor], Tensor]) -> None:
         """Replace each tensor `x` by `fn(x)`."""

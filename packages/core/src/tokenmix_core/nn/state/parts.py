@@ -34,11 +34,14 @@ class StatePart:
         window: number of last tokens kept; None if tokens are not dropped by age.
         keeps_tokens: whether the state stores single tokens, as a KV cache does.
         fixed: whether the tensors keep their addresses between decoding steps; see `fix`.
+        slots: int32 `[N]` or None. With slots, which `TensorState` and `PagedKVState` support, the tensors are pools
+            `[S, ...]`, and sequence n of a decoding step reads and overwrites slot `slots[n]` of each.
     """
 
     window: int | None = None
     keeps_tokens: bool = False
     fixed: bool = False
+    slots: Tensor | None = None
 
     def reserve(self, max_length: int) -> None:
         """Announce that sequences will reach `max_length` tokens, so that memory can be allocated at once."""
@@ -163,7 +166,6 @@ class TensorState(StatePart):
         fresh: bool `[N]`, True for a sequence of a prefill in slots that starts from zeros; None if none does.
     """
 
-    slots: Tensor | None = None
     fresh: Tensor | None = None
 
     def __init__(self, *shape: int, dtype: torch.dtype | None = None):

@@ -14,6 +14,7 @@ from tokenmix_core.kernels.launch.cache.capture import is_plain
 from tokenmix_core.kernels.launch.cache.replay import Checked
 from tokenmix_core.ops import checks
 from tokenmix_core.ops.dispatch import by_reference, row_impl
+from tokenmix_core.ops.slots import check_slots, first_axis
 from tokenmix_core.ops.softmax_attention import autograd
 from tokenmix_core.ops.softmax_attention.backends import (
     IMPLS,
@@ -167,6 +168,7 @@ def paged_attention_decode(
     page_table: Int[Tensor, "B H columns"],
     lengths: Int[Tensor, "B H"],
     *,
+    slots: Int[Tensor, "B"] | None = None,
     scale: float | None = None,
     impl: Impl | None = None,
 ) -> AttentionOutput:
@@ -181,18 +183,21 @@ def paged_attention_decode(
         k_pages, v_pages: P pages of each sequence, of a multiple of 16 tokens, in the dtype of q.
         page_table: int32, contiguous.
         lengths: int32 or int64, on the device of q; the host never reads it on CUDA.
+        slots: int32 `[B]`. `k_pages` and `v_pages` are then pools `[S, P, page, ...]`, and sequence b has the pages of
+            slot `slots[b]`. The slots may be any distance apart.
         scale, impl: as in `attention_decode`.
 
     Returns:
         o `[B, TQ, HQ, V]` and lse `[B, TQ, HQ]`; 0 and −∞ for a query that sees no key.
 
     Raises:
-        ValueError: a wrong shape, dtype, device or option; on a CPU also a length or a page that does not exist.
+        ValueError: a wrong shape, dtype, device or option; on a CPU also a length, page or slot that does not exist.
     """
-    scale, impl = _check_paged(q, k_pages, v_pages, page_table, lengths, scale, impl)
+    scale, impl = _check_paged(q, k_pages, v_pages, page_table, lengths, slots, scale, impl)
     x = autograd.PagedDecodeInputs(
-        q=q, k_pages=k_pages, v_pages=v_pages, page_table=page_table, lengths=lengths, scale=scale, impl=impl
-    )
+        q=q, k_pages=k_pages, v_pages=v_pages, page_table=page_table, lengths=lengths, scale=scale, impl=impl,
+        slots=slots,
+    )  # fmt: skip
     return AttentionOutput(*autograd.paged_attention_decode(*x))
 
 
@@ -246,17 +251,19 @@ def _check_decode(q, k_cache, v_cache, cache_seqlens, window, sinks, scale, impl
 
 
 @Checked
-def _check_paged(q, k_pages, v_pages, page_table, lengths, scale, impl) -> tuple[float, str]:
+def _check_paged(q, k_pages, v_pages, page_table, lengths, slots, scale, impl) -> tuple[float, str]:
     """Validate a call of decoding from pages; return the scale and the implementation."""
     op = "paged_attention_decode"
     dims = checks.bind_shapes(
-        op, {}, q=(q, "B TQ HQ K"), k_pages=(k_pages, "B P page K"), v_pages=(v_pages, "B P page V"),
-        page_table=(page_table, "B H columns"), lengths=(lengths, "B H"),
+        op, {}, q=(q, "B TQ HQ K"), k_pages=(k_pages, f"{first_axis(slots)} P page K"),
+        v_pages=(v_pages, f"{first_axis(slots)} P page V"), page_table=(page_table, "B H columns"),
+        lengths=(lengths, "B H"), slots=(slots, "B?"),
     )  # fmt: skip
     S = dims["S"] = dims["columns"] * dims["page"]
     mask, scale = _check_options(op, dims, q, k_pages, v_pages, True, None, 0, scale)
     checks.check_dtype(op, (torch.int32,), page_table=page_table)
     checks.check_dtype(op, (torch.int32, torch.int64), lengths=lengths)
+    check_slots(op, slots, len(k_pages))
     if dims["page"] % 16:
         raise ValueError(f"{op}: a page must have a multiple of 16 tokens, got {dims['page']}")
     if not lengths.is_cuda and is_plain(lengths):

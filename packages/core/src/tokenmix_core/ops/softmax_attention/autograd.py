@@ -69,6 +69,7 @@ class PagedDecodeInputs(NamedTuple):
     lengths: Tensor
     scale: float
     impl: str
+    slots: Tensor | None = None
 
 
 @retried
@@ -144,7 +145,8 @@ def _decode_paged(x: PagedDecodeInputs) -> tuple[Tensor, Tensor]:
         o, lse = _empty_decode_outputs(x.q, x.v_pages)
         return o.zero_(), lse.fill_(float("-inf"))
     _, decode = implementations.load_decode(x.impl)
-    return decode(x.q, x.k_pages, x.v_pages, x.page_table, x.lengths.contiguous(), scale=x.scale)
+    lengths = x.lengths.contiguous()
+    return decode(x.q, x.k_pages, x.v_pages, x.page_table, lengths, scale=x.scale, slots=x.slots)
 
 
 def _merge_two(o_a: Tensor, lse_a: Tensor, o_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:

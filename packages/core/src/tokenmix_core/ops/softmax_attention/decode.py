@@ -30,20 +30,21 @@ from tokenmix_core.ops.softmax_attention.tuning import attention_decode as decod
 def _attention_decode(
     q, k, v, o, lse, cache_seqlens,
     s_qb, s_qt, s_qh, s_kb, s_kt, s_kh, s_vb, s_vt, s_vh,
-    TQ, HQ, H, splits, row_tiles, window, sinks, scale, page_table, columns,
+    TQ, HQ, H, splits, row_tiles, window, sinks, scale, page_table, columns, slots,
     K: tl.constexpr, V: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     WINDOW: tl.constexpr, PRECISION: tl.constexpr, PAGE: tl.constexpr,
 ):  # fmt: skip
     """Compute attention of one tile of a key head's query rows to one share of the keys per program.
 
     With a page table `[B, H, columns]`, each key head has a length and a list of pages. BN divides PAGE, the number of
-    tokens of a page.
+    tokens of a page. With `slots`, k and v are pools, and sequence b reads row `slots[b]` of them.
     """
     pid = tl.program_id(0)
     i_s = pid % splits
     i_m = pid // splits % row_tiles
     i_hk = (pid // splits // row_tiles % H).to(tl.int64)
     i_b = (pid // splits // row_tiles // H).to(tl.int64)
+    i_kv = i_b if slots is None else tl.load(slots + i_b).to(tl.int64)
     # tile row r is query r // G of query head r % G of the key head's group
     G = HQ // H
     o_r = i_m * BM + tl.arange(0, BM)
@@ -66,7 +67,7 @@ def _attention_decode(
     b_o = tl.zeros([BM, BV], tl.float32)
     for i in range(i_s * share, tl.minimum((i_s + 1) * share, tiles)):
         i_k = tl.where(i < sink_tiles, i, n_min + i - sink_tiles)
-        p_k, p_v = k + i_b * s_kb + i_hk * s_kh, v + i_b * s_vb + i_hk * s_vh
+        p_k, p_v = k + i_kv * s_kb + i_hk * s_kh, v + i_kv * s_vb + i_hk * s_vh
         if page_table is not None:
             # shift the pointers, so that the index of a token in the key head's list addresses it in this page
             column = i_k * BN // PAGE
@@ -150,16 +151,18 @@ def attention_decode(q, k_cache, v_cache, cache_seqlens, *, window, sinks, scale
     return _decode(q, k_cache, v_cache, cache_seqlens, k_cache.shape[1], k_cache.shape[2], window, sinks, scale)
 
 
-def paged_attention_decode(q, k_pages, v_pages, page_table, lengths, *, scale):
+def paged_attention_decode(q, k_pages, v_pages, page_table, lengths, *, scale, slots):
     """Return o `[B, TQ, HQ, V]` and the log-sum-exp `[B, TQ, HQ]`."""
-    q, k_pages, v_pages = (x.contiguous() for x in (q, k_pages, v_pages))
+    q = q.contiguous()
+    # rows of a pool may be any distance apart
+    k_pages, v_pages = (x if x[:1].is_contiguous() else x.contiguous() for x in (k_pages, v_pages))
     (_, H, columns), page = page_table.shape, k_pages.shape[2]
     # view all pages of a batch row as consecutive tokens that all heads share
     k, v = (x.flatten(1, 2).unsqueeze(2).expand(-1, -1, H, -1) for x in (k_pages, v_pages))
-    return _decode(q, k, v, lengths, columns * page, H, None, 0, scale, page_table.contiguous(), page)
+    return _decode(q, k, v, lengths, columns * page, H, None, 0, scale, page_table.contiguous(), page, slots)
 
 
-def _decode(q, k, v, cache_seqlens, S, H, window, sinks, scale, page_table=None, page=None):
+def _decode(q, k, v, cache_seqlens, S, H, window, sinks, scale, page_table=None, page=None, slots=None):
     (B, TQ, HQ, K), V = q.shape, v.shape[3]
     rows = TQ * HQ // H
     BM = min(64, block_size(rows))
@@ -177,9 +180,9 @@ def _decode(q, k, v, cache_seqlens, S, H, window, sinks, scale, page_table=None,
     _attention_decode[(B * H * row_tiles * splits,)](
         q=q, k=k, v=v, o=o_parts, lse=lse_parts, cache_seqlens=cache_seqlens, **strides(q=q, k=k, v=v), TQ=TQ, HQ=HQ,
         H=H, splits=splits, row_tiles=row_tiles, window=window or 0, sinks=sinks, scale=scale * math.log2(math.e),
-        page_table=page_table, columns=None if page_table is None else page_table.shape[2], K=K, V=V, BM=BM, BN=BN,
-        BK=block_size(K), BV=block_size(V), WINDOW=window is not None, PRECISION=precision(q.dtype), PAGE=page,
-        num_warps=warps, num_stages=stages, maxnreg=maxnreg,
+        page_table=page_table, columns=None if page_table is None else page_table.shape[2], slots=slots, K=K, V=V,
+        BM=BM, BN=BN, BK=block_size(K), BV=block_size(V), WINDOW=window is not None, PRECISION=precision(q.dtype),
+        PAGE=page, num_warps=warps, num_stages=stages, maxnreg=maxnreg,
     )  # fmt: skip
     if splits > 1:
         _merge_splits[(B * TQ * HQ,)](

@@ -114,10 +114,11 @@ def paged_attention_decode_reference(
     lengths: Int[Tensor, "B H"],
     *,
     scale: float | None = None,
+    slots: Int[Tensor, "B"] | None = None,
 ) -> AttentionOutput:
     """Compute attention of the last TQ tokens to lists of pages, as `paged_attention_decode` defines it."""
     (B, TQ, HQ, K), H = q.shape, page_table.shape[1]
-    rows = torch.arange(B, device=q.device).view(B, 1, 1)
+    rows = (torch.arange(B, device=q.device) if slots is None else slots.long()).view(B, 1, 1)
     # clamp page indices, because table entries beyond a list's end may have any value
     at = page_table.long().clamp(0, k_pages.shape[1] - 1)
     k, v = (x[rows, at].flatten(2, 3).flatten(0, 1).unsqueeze(2) for x in (k_pages, v_pages))
