@@ -48,18 +48,24 @@ def engine(folder: Path | str, **options: Any) -> Iterator[Any]:
         cleanup_dist_env_and_memory()
 
 
-def served_tokens(llm: Any, prompts: list[list[int]], new: int = NEW) -> tuple[list[list[int]], list[int]]:
-    """Return the greedy tokens that vLLM generates, and how many tokens of each prompt it had cached."""
+def served_tokens(
+    llm: Any, prompts: list[list[int]], new: int = NEW, requests: list[dict[str, Any] | None] | None = None
+) -> tuple[list[list[int]], list[int]]:
+    """Return the greedy tokens that vLLM generates, and how many tokens of each prompt it had cached.
+
+    `requests` are the inputs of mixers that each request gives.
+    """
     from vllm import SamplingParams  # pyright: ignore[reportMissingImports]
 
-    params = SamplingParams(temperature=0, max_tokens=new, min_tokens=new, ignore_eos=True, detokenize=False)
+    greedy = {"temperature": 0, "max_tokens": new, "min_tokens": new, "ignore_eos": True, "detokenize": False}
+    params = [SamplingParams(**greedy, extra_args=x) for x in requests or [None] * len(prompts)]
     outs = llm.generate([{"prompt_token_ids": x} for x in prompts], params, use_tqdm=False)
     return [list(x.outputs[0].token_ids) for x in outs], [x.num_cached_tokens or 0 for x in outs]
 
 
-def generated_tokens(model: Any, prompts: list[list[int]], new: int = NEW) -> list[list[int]]:
-    """Return the greedy tokens that `generate` returns for each prompt alone."""
-    options = {"max_new_tokens": new, "min_new_tokens": new, "do_sample": False}
+def generated_tokens(model: Any, prompts: list[list[int]], new: int = NEW, **inputs: Any) -> list[list[int]]:
+    """Return the greedy tokens that `generate` returns for each prompt alone, with the given inputs of mixers."""
+    options = {"max_new_tokens": new, "min_new_tokens": new, "do_sample": False, **inputs}
     device = model.device
     return [model.generate(torch.tensor([x], device=device), **options)[0, len(x) :].tolist() for x in prompts]
 

@@ -50,7 +50,7 @@ def test_steps_in_slots_equal_steps_on_states(name, impl, dtype, device):
         wanted = run(mixer, x[:, t : t + 1], state, t)
         padded = torch.stack([x[0, t], torch.full_like(x[0, t], torch.nan), x[1, t]]).unsqueeze(1)
         before = pool.data_ptr()
-        got = run(mixer, padded, layout.in_slots(views, slots), t)
+        got = run(mixer, padded, layout.in_slots(views, slots.long(), constant=True, padded=slots), t)
         assert pool.data_ptr() == before
         assert relative_error(got[[0, 2]], wanted) < (1e-5 if dtype == torch.float32 else 5e-3)
     assert torch.equal(pool[[0, 1, 3, 5]], others)
@@ -80,7 +80,7 @@ def test_packed_prompts_in_slots_equal_prompts_alone(name, impl, device):
         fresh = torch.tensor([past[i] == 0 for i in indices], device=device)
         wanted = [run(mixer, part[None], alone[i], past[i])[0] for i, part in zip(indices, parts, strict=True)]
         packed = torch.cat(parts)[None]
-        state = layout.in_slots(views, slots[list(indices)], fresh if bool(fresh.any()) else None)
+        state = layout.in_slots(views, slots[list(indices)], constant=True, fresh=fresh if bool(fresh.any()) else None)
         state.span = Span(1, packed.shape[1], packed.device)
         ends = torch.tensor([0, *sizes]).cumsum(0).to(device, torch.int32)
         got, _ = mixer(packed, state=state, cu_seqlens=ends)

@@ -135,21 +135,23 @@ class ServedState(nn.Module, MambaBase):
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, 1), None
 
     def _call(
-        self, x: Tensor, rotary: Rotation | None, state: LayerState, span: Span, cu_seqlens: Tensor | None = None
+        self,
+        x: Tensor,
+        rotary: Rotation | None,
+        state: LayerState,
+        span: Span,
+        cu_seqlens: Tensor | None = None,
+        inputs: dict[str, Any] | None = None,
     ) -> Tensor:
         state.span = span
-        given = self.prepare({}, span, cu_seqlens, None) if self.mixer.inputs else {}
+        given = self.prepare(inputs or {}, span, cu_seqlens, None) if self.mixer.inputs else {}
         return self.mixer(x, state=state, cu_seqlens=cu_seqlens, rotary=rotary, **given)[0]
 
     def _decode(self, x: Tensor, rotary: Rotation | None, step: StateMetadata) -> Tensor:
         """Return the outputs `[N, 1, D]` for one token of each decoding request."""
         n, lengths = len(x), step.decode_lengths
-        slots, pools = step.slots[:n], step.decode_slots[:n]
-        state = (
-            self.layout.in_slots(self.views, pools)
-            if self.in_slots
-            else self.layout.gather(self.views, slots, fixed=True)
-        )
+        slots = step.slots[:n]
+        state = self.layout.in_slots(self.views, slots, constant=self.in_slots, padded=step.decode_slots[:n])
         span = Span(
             n,
             1,
@@ -159,9 +161,8 @@ class ServedState(nn.Module, MambaBase):
             count=max(lengths, default=0),
             known=lambda: lengths,
         )
-        y = self._call(x, rotary, state, span)
-        if not self.in_slots:
-            self.layout.scatter(state, self.views, slots)
+        y = self._call(x, rotary, state, span, inputs=step.decode_inputs)
+        self.layout.scatter(state, self.views, slots)
         return y
 
     def _prefill_packed(self, x: Tensor, rotary: Rotation | None, step: StateMetadata) -> Tensor:
@@ -169,13 +170,12 @@ class ServedState(nn.Module, MambaBase):
         n = step.decodes
         slots = step.slots[n:]
         state = (
-            self.layout.in_slots(self.views, slots, step.fresh)
+            self.layout.in_slots(self.views, slots, constant=True, fresh=step.fresh)
             if self.in_slots
             else self.layout.gather(self.views, slots, fresh=step.fresh)
         )
         y = self._call(x, rotary, state, Span(1, x.shape[1], x.device), step.cu_seqlens)
-        if not self.in_slots:
-            self.layout.scatter(state, self.views, slots)
+        self.layout.scatter(state, self.views, slots)
         return y
 
     def _prefill(self, x: Tensor, rotary: Rotation | None, step: StateMetadata) -> list[Tensor]:
@@ -185,7 +185,9 @@ class ServedState(nn.Module, MambaBase):
             slots = step.slots[step.decodes + i : step.decodes + i + 1]
             state = self.layout.gather(self.views, slots) if past else self.layout.empty()
             span, end = Span(1, tokens, x.device, past=past), start + tokens
-            outputs.append(self._call(x[:, start:end], _part(rotary, start, end), state, span))
+            inputs = step.prefill_inputs[i] if step.prefill_inputs else None
+            y = self._call(x[:, start:end], _part(rotary, start, end), state, span, inputs=inputs)
+            outputs.append(y)
             self.layout.scatter(state, self.views, slots)
             start = end
         return outputs

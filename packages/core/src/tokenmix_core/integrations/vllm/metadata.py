@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -16,6 +16,8 @@ from vllm.v1.attention.backends.utils import (  # pyright: ignore[reportMissingI
     mamba_get_block_table_tensor,
     split_decodes_and_prefills,
 )
+
+from tokenmix_core.integrations.vllm.request_inputs import request_inputs
 
 
 @dataclass
@@ -32,6 +34,8 @@ class StateMetadata:
         prefill_tokens: number of new tokens of each of the other requests, on the host.
         cu_seqlens: boundaries of the new tokens of the other requests.
         fresh: bool, True for each of the other requests without earlier tokens; None if all have earlier tokens.
+        decode_inputs: the mixers' inputs of the decoding requests; empty for the model's defaults.
+        prefill_inputs: the mixers' inputs of each of the other requests; empty for the model's defaults.
     """
 
     decodes: int
@@ -43,6 +47,8 @@ class StateMetadata:
     prefill_tokens: list[int]
     cu_seqlens: Tensor | None
     fresh: Tensor | None
+    decode_inputs: dict[str, Any] = field(default_factory=dict)
+    prefill_inputs: list[dict[str, Any]] = field(default_factory=list)
 
 
 class StateBackend(AttentionBackend):
@@ -77,7 +83,8 @@ class StateMetadataBuilder(AttentionMetadataBuilder):
     @classmethod
     def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
         context = vllm_config.compilation_config.static_forward_context
-        if any(getattr(layer, "has_step_forms", False) for layer in context.values()):
+        several = any(getattr(layer, "has_step_forms", False) for layer in context.values())
+        if several or request_inputs(vllm_config):
             return AttentionCGSupport.NEVER
         return AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
 
@@ -105,7 +112,7 @@ class StateMetadataBuilder(AttentionMetadataBuilder):
         if bool(new.any()):
             # a prompt of one token counts as decoding: clear its slot, in which another request may have left its state
             self._clear(slots[:decodes][new.to(slots.device)])
-        return StateMetadata(
+        metadata = StateMetadata(
             decodes,
             slots,
             decode_slots,
@@ -116,6 +123,12 @@ class StateMetadataBuilder(AttentionMetadataBuilder):
             common.query_start_loc[decodes : n + 1] - common.query_start_loc[decodes] if prefills else None,
             before[decodes:] == 0 if bool((lengths[decodes:] == 0).any()) else None,
         )
+        if inputs := request_inputs(self.vllm_config):
+            ranges = list(zip(lengths.tolist(), ends.tolist(), strict=True))
+            if decodes:
+                metadata.decode_inputs = inputs.of_rows(range(decodes), ranges[:decodes])
+            metadata.prefill_inputs = [inputs.of_rows([i], [ranges[i]]) for i in range(decodes, n)]
+        return metadata
 
     def _clear(self, slots: Tensor) -> None:
         layers = self.vllm_config.compilation_config.static_forward_context

@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from tokenmix_core.nn.mixer import Mixer
-from tokenmix_core.nn.state import LayerState, StatePart, TensorState
+from tokenmix_core.nn.state import LayerState, PagedKVState, StatePart, TensorState
 
 # alignment, in bytes, of tensors within a slot and of slots
 _ALIGN = 256
@@ -57,50 +57,73 @@ class SlotLayout:
         """Return the tensors `[slots, *shape]` of every part of the state, as views of the pool `[slots, elements]`."""
         return {name: [_view(pool, field) for field in fields] for name, fields in self.fields.items()}
 
-    def in_slots(self, views: dict[str, list[Tensor]], slots: Tensor, fresh: Tensor | None = None) -> LayerState:
+    def in_slots(
+        self,
+        views: dict[str, list[Tensor]],
+        slots: Tensor,
+        *,
+        constant: bool,
+        padded: Tensor | None = None,
+        fresh: Tensor | None = None,
+    ) -> LayerState:
         """Return the states in `slots` as one layer's state for a call that overwrites them.
 
+        Lists of pages are used where they are. Of other parts the state has copies, or with `constant` those that are
+        of class `TensorState` are used where they are, too.
+
         Args:
-            views: the tensors of the pool, as `views` returns them; all parts of the state are of class `TensorState`.
-            slots: int32 or int64 `[N]`, the slot of each sequence; in a decoding step a negative number for padding.
+            views: the tensors of the pool, as `views` returns them.
+            slots: int64 `[N]`, the slot of each sequence.
+            constant: whether the mixer's calls take slots (`Mixer.uses_slots`).
+            padded: for a decoding step, the slots as int32, a negative number for padding.
             fresh: for a prefill, bool `[N]`, True for a sequence without earlier tokens; None if all have earlier ones.
         """
+        kinds = (TensorState, PagedKVState) if constant else PagedKVState
         state = LayerState()
         for name, part in self.template.parts.items():
-            held, (pool,) = copy.copy(part), views[name]
-            assert isinstance(held, TensorState)
-            held.value, held.slots, held.fresh, held.fixed = pool, slots, fresh, True
+            if isinstance(part, kinds):
+                held, pools = copy.copy(part), iter(views[name])
+                held.map_(lambda _, pools=pools: next(pools))
+                held.slots = slots if padded is None else padded
+                if isinstance(held, TensorState):
+                    held.fresh = fresh
+            else:
+                held = self._rows(name, views, slots, fresh)
+            held.fixed = True
             state.parts[name] = held
         return state
 
-    def gather(
-        self, views: dict[str, list[Tensor]], slots: Tensor, *, fresh: Tensor | None = None, fixed: bool = False
-    ) -> LayerState:
+    def gather(self, views: dict[str, list[Tensor]], slots: Tensor, *, fresh: Tensor | None = None) -> LayerState:
         """Return a copy of the states in `slots` as one layer's state; zeros for the sequences that are `fresh`.
 
         Args:
             views: the tensors of the pool, as `views` returns them.
             slots: the slot of each sequence, `[N]`.
             fresh: `[N]` bool, True for a sequence without earlier tokens; None if all have earlier tokens.
-            fixed: whether the state is for a decoding step, which only overwrites its tensors.
         """
         state = LayerState()
-        for name, part in self.template.parts.items():
-            pairs = zip(views[name], part.tensors, strict=True)
-            rows = [view.index_select(0, slots).to(like.dtype) for view, like in pairs]
-            if fresh is not None:
-                rows = [x.masked_fill_(fresh.view(-1, *[1] * (x.dim() - 1)), 0) for x in rows]
-            held, rows = copy.copy(part), iter(rows)
-            held.map_(lambda _, rows=rows: next(rows))
+        for name in self.template.parts:
+            held = self._rows(name, views, slots, fresh)
             held.fixed = True
-            if not fixed:
-                held.loosen()
+            held.loosen()
             state.parts[name] = held
         return state
+
+    def _rows(self, name: str, views: dict[str, list[Tensor]], slots: Tensor, fresh: Tensor | None = None) -> StatePart:
+        """Return a copy of a part of the states in `slots`."""
+        part = self.template.parts[name]
+        rows = [view.index_select(0, slots).to(x.dtype) for view, x in zip(views[name], part.tensors, strict=True)]
+        if fresh is not None:
+            rows = [x.masked_fill_(fresh.view(-1, *[1] * (x.dim() - 1)), 0) for x in rows]
+        held, copies = copy.copy(part), iter(rows)
+        held.map_(lambda _: next(copies))
+        return held
 
     def scatter(self, state: LayerState, views: dict[str, list[Tensor]], slots: Tensor) -> None:
         """Store the states of sequences in `slots`; a tensor with fewer entries than the slot fills its beginning."""
         for name, part in state.parts.items():
+            if part.slots is not None:
+                continue
             for view, x in zip(views[name], part.tensors, strict=False):
                 if x.shape[1:] == view.shape[1:]:
                     view.index_copy_(0, slots, x.to(view.dtype))
