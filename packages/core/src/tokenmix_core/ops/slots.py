@@ -86,6 +86,7 @@ def check_slots(op: str, slots: Tensor | None, number: int, *, written: bool = F
     if slots is None:
         return
     check_dtype(op, (torch.int32, torch.int64) if written else (torch.int32,), slots=slots)
+    # reading slots during tracing is impossible, and on a GPU a synchronisation
     if slots.is_cuda or not is_plain(slots) or torch.compiler.is_compiling() or not len(slots):
         return
     if int(slots.max()) >= number or (int(slots.min()) < 0 and not written):
