@@ -145,7 +145,7 @@ class GatedDeltaNet(Mixer):
             self.fit.gates(g),
             self.fit.gates(beta),
         )
-        options = {"scale": self.head_dim**-0.5, "qk_l2norm": True, "impl": self.impl}
+        options: dict[str, Any] = {"scale": self.head_dim**-0.5, "qk_l2norm": True, "impl": self.impl}
         if step and state is not None:
             recurrent = state.recurrent.get(hidden_states.shape[0], hidden_states)
             state.arrivals.get(hidden_states.shape[0], hidden_states)
@@ -153,9 +153,9 @@ class GatedDeltaNet(Mixer):
             options |= {"impl": unless_gluon(self.impl), "slots": state.recurrent.slots}
             o = gated_delta_rule_step(q, k, v, g, beta, recurrent, **options).unsqueeze(1)
         elif state is not None and state.recurrent.slots is not None:
-            held, options = state.recurrent, options | {"cu_seqlens": cu_seqlens}
-            pool = held.get(len(q), q)
-            o = gated_delta_rule_prefill(q, k, v, g, beta, pool, slots=held.slots, fresh=held.fresh, **options)
+            held = state.recurrent
+            options |= {"slots": held.slots, "fresh": held.fresh, "cu_seqlens": cu_seqlens}
+            o = gated_delta_rule_prefill(q, k, v, g, beta, held.get(len(q), q), **options)
             state.arrivals.reset(len(q), q)
         else:
             before = None if state is None else state.recurrent.value
