@@ -87,16 +87,16 @@ def producer(
 
 @gluon.jit
 def scan_states(
-    pointers, tiles, results, barriers, rows, chunks, known, wanted, held, FIRST: gl.constexpr, V: gl.constexpr,
+    pointers, tiles, results, barriers, rows, chunks, known, wanted, FIRST: gl.constexpr, V: gl.constexpr,
     FINAL_V: gl.constexpr,
 ):  # fmt: skip
     """Scan 64 columns of S over the chunks; S is transposed, so that matrices computed from it are register operands.
 
     S is loaded from `p_initial` if `known` is V, and starts at zero if `known` is 0. S after the last chunk is stored
-    if `wanted` is V. FIRST is the first of the columns. With slots, S is loaded from `p_final` if `held` is V; without
-    slots, `held` is None. Rows at `p_final` are FINAL_V elements apart.
+    if `wanted` is V. FIRST is the first of the columns. With slots, `pointers` has a fourth element; if it is positive,
+    S is loaded from `p_final`. Rows at `p_final` are FINAL_V elements apart.
     """
-    p_initial, p_final, p_gates = pointers
+    p_initial, p_final, p_gates = pointers[0], pointers[1], pointers[2]
     k_s, v_s, a_s, gates_s = tiles.k, tiles.v, tiles.a, tiles.gates
     full, empty, states, residuals = barriers
     dtype: gl.constexpr = k_s.dtype
@@ -113,8 +113,10 @@ def scan_states(
     p_tile = o_k[None, :] * V + o_v[:, None]
     b_s = gl.load(p_initial + p_tile, mask=o_v[:, None] < known, other=0.0)
     p_tile = o_k[None, :] * FINAL_V + o_v[:, None]
-    if held is not None:
-        b_s += gl.load(p_final + p_tile, mask=o_v[:, None] < held, other=0.0).to(gl.float32)
+    if len(pointers) > 3:  # noqa: SIM102
+        # a branch, because the registers do not hold two loads of S
+        if pointers[3] > 0:
+            b_s = gl.load(p_final + p_tile).to(gl.float32)
     zero = gl.zeros([64, BT], gl.float32, flat)
     last = load_last(p_gates, rows)
     for i in range(chunks):
@@ -310,7 +312,6 @@ def forward_kernel(
     span = Span(rows, before, chunks)
     o_state = (i_n.to(gl.int64) * HV + i_hv) * K * V + i_v * BV
     p_initial, known = hopper.pointer_or(entering, gates) + (i_s.to(gl.int64) * HV + i_hv) * K * V + i_v * BV, V
-    held = None
     if slots is not None:
         o_pool, reads, keeps = locate_state(i_n, i_hv, slots, fresh, stride_state, K, V, PARTS)
         o_state = o_pool + i_v * BV
@@ -331,6 +332,8 @@ def forward_kernel(
         p_w = writes + slot.to(gl.int64) * HV + i_hv
     inputs = (q + o_qk, k + o_qk, v + o_vo, inverse + (token * HV + i_hv) * BT, p_gates, p_w)
     ends = (p_initial, hopper.pointer_or(final_state, gates) + o_state, p_gates)
+    if slots is not None:
+        ends = (p_initial, final_state + o_state, p_gates, held)
     o_s = (slot * HV + i_hv) * K * V + i_v * BV
     outputs = (
         hopper.pointer_or(o, v) + o_vo,
@@ -342,8 +345,8 @@ def forward_kernel(
     if warpgroups == 2:
         gl.warp_specialize(
             [
-                (scan_states, (ends, tiles, results, barriers, rows, chunks, known, wanted, held, 0, V, V * PARTS)),
-                (scan_states, (ends, tiles, results, barriers, rows, chunks, known, wanted, held, 64, V, V * PARTS)),
+                (scan_states, (ends, tiles, results, barriers, rows, chunks, known, wanted, 0, V, V * PARTS)),
+                (scan_states, (ends, tiles, results, barriers, rows, chunks, known, wanted, 64, V, V * PARTS)),
                 (epilogue, (outputs, tiles, results, barriers, s_o, scale, span, HV, V, Options(L2NORM, OUTPUT, SAVE))),
                 (producer, (inputs, tiles, pipeline, rows, chunks, H, HV, V, OUTPUT, writes is not None)),
             ],
@@ -352,7 +355,7 @@ def forward_kernel(
     else:
         gl.warp_specialize(
             [
-                (scan_states, (ends, tiles, results, barriers, rows, chunks, known, wanted, held, 0, V, V * PARTS)),
+                (scan_states, (ends, tiles, results, barriers, rows, chunks, known, wanted, 0, V, V * PARTS)),
                 (epilogue, (outputs, tiles, results, barriers, s_o, scale, span, HV, V, Options(L2NORM, OUTPUT, SAVE))),
                 (producer, (inputs, tiles, pipeline, rows, chunks, H, HV, V, OUTPUT, writes is not None)),
             ],
