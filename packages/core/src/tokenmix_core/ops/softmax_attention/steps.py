@@ -125,7 +125,7 @@ class VisibleTo(NamedTuple):
 class ColumnsVisibleTo(NamedTuple):
     """Mask of the keys at `o_k`: queries `o_k` … `b_end − 1` see a key; from query `b_away` on it counts as listed.
 
-    `b_away` is None unless the gradient of `keep` is wanted (see `dkdv_step`).
+    `b_away` is None unless `dkdv_step` sums the gradient of `keep`.
     """
 
     o_k: tl.tensor
