@@ -131,7 +131,10 @@ def _compare(args: argparse.Namespace, comparison: Any, deadline: float) -> int:
     if failed := sum(len(summary.failed) for summary in summaries):
         print(f"arena: {failed} failed, see the errors above; the next call tries again", file=sys.stderr)
         return 1
-    return 0 if all(summary.done for summary in summaries) else UNFINISHED
+    if all(summary.done for summary in summaries):
+        return 0
+    print("arena: runs remain; the next call resumes", file=sys.stderr)
+    return UNFINISHED
 
 
 def _names(text: str) -> tuple[str, ...]:

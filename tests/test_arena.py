@@ -304,6 +304,7 @@ def test_the_exit_code_reports_the_time_limit_and_invalid_requests(tmp_path, cap
     options = ["--results", str(tmp_path), "--work", str(tmp_path / "work"), "--tasks", MQAR, "--contestants", "gdn"]
     assert main(["run", *options, "--minutes", "-1", "--commit", "test"]) == 75
     assert main(["run", *options, "--minutes", "0", "--commit", "test"]) == 75
+    assert "runs remain; the next call resumes" in capsys.readouterr().err
     assert main(["plan", *options]) == 0
     assert "0 of 4 runs are done" in capsys.readouterr().out
     assert main(["plan", "--size", "huge"]) == 2
