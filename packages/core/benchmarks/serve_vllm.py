@@ -1,12 +1,15 @@
 """Serve our models in vLLM on a GPU: compare tokens with `generate`, and time them beside vLLM's own OLMo-Hybrid.
 
-python packages/core/benchmarks/serve_vllm.py --quick --out FOLDER    # everything, within `--seconds`
+python packages/core/benchmarks/serve_vllm.py --quick --out FOLDER    # within `--seconds`
+python packages/core/benchmarks/serve_vllm.py --quick --out FOLDER --checks --timed own swapped
 python packages/core/benchmarks/serve_vllm.py check nha
 python packages/core/benchmarks/serve_vllm.py time ours --layers 24 --requests 256
+python packages/core/benchmarks/serve_vllm.py time ours --recipe tokenmix_nats_l:nats-l-hybrid-380m
 
 `--quick` starts all processes at once; each timed run waits until it has the GPU alone, and writes its log to
-`FOLDER/NAME.txt`. Timed are `ours` (our hybrid in vLLM), `embedded` (our hybrid in transformers' continuous batching)
-and `own` (vLLM's OLMo-Hybrid), with equal sizes and requests.
+`FOLDER/NAME.txt`. Timed are `ours` (our hybrid in vLLM), `embedded` (our hybrid in transformers' continuous batching),
+`own` (vLLM's OLMo-Hybrid) and `swapped` (the same with our kernels in its Gated DeltaNet layers), with equal sizes and
+requests. With `--recipe`, `ours` and `embedded` are the model of a recipe, with random weights.
 """
 
 from __future__ import annotations
@@ -51,6 +54,11 @@ MODELS: dict[str, tuple[str, str, dict[str, dict]]] = {
             "lte": {"num_heads": 4, "num_kv_heads": 2, "window": 16, "cap": 16, "sinks": 2, "dropout": 0.0},
         },
     ),
+    "nats_l": (
+        "tokenmix_nats_l",
+        "NatsL",
+        {"gated_delta_net": GDN, "nats_l": {"num_heads": 2, "head_dim": 64, "num_softmax_heads": 4}},
+    ),
     "oryx": ("tokenmix_oryx", "Oryx", {"oryx": {"linear_mixer": "gated_delta_net", "head_dim": 64}}),
     "mamba2": (
         "tokenmix_core.modeling",
@@ -62,7 +70,8 @@ MODELS: dict[str, tuple[str, str, dict[str, dict]]] = {
         },
     ),
 }
-TIMED = ("ours", "embedded", "own")
+_SIZES = {"layers": 24, "width": 1024, "requests": 256, "new": 256, "kv_gib": 20, "max_model_len": 8192}
+TIMED = ("ours", "embedded", "own", "swapped")
 
 
 def built(name: str, dtype: torch.dtype, device: str) -> Any:
@@ -108,12 +117,25 @@ def check(name: str) -> None:
             traceback.print_exc()
 
 
-def folder_of(kind: str, layers: int, width: int) -> Path:
-    """Save a hybrid of three GDN layers to one of attention, with random weights or a configuration only."""
+def folder_of(kind: str, layers: int, width: int, recipe: str | None) -> Path:
+    """Save the model of a recipe, or a hybrid of three GDN layers to one of attention.
+
+    It has random weights; of vLLM's own model only the configuration is saved.
+    """
     folder, heads = Path(tempfile.mkdtemp()), width // 128
+    if recipe and kind in ("ours", "embedded"):
+        from transformers import AutoModelForCausalLM
+
+        package, _, name = recipe.partition(":")
+        module = "tokenmix_core.training.baselines" if package == "tokenmix_core" else f"{package}.recipes"
+        config = importlib.import_module(module).RECIPES[name]().model_config()
+        config.max_position_embeddings = max(8192, config.max_position_embeddings)
+        torch.manual_seed(0)
+        AutoModelForCausalLM.from_config(config).to(torch.bfloat16).save_pretrained(folder)
+        return folder
     sizes = {"vocab_size": 50304, "hidden_size": width, "intermediate_size": 3 * width, "num_hidden_layers": layers}
     sizes["max_position_embeddings"] = 8192
-    if kind == "own":
+    if kind in ("own", "swapped"):
         from transformers import OlmoHybridConfig
 
         OlmoHybridConfig(
@@ -145,20 +167,25 @@ def folder_of(kind: str, layers: int, width: int) -> Path:
 def timed(kind: str, args: argparse.Namespace) -> None:
     """Print the seconds until the first answer, and the tokens per second and the GPU's busy time of all requests."""
     lengths = torch.randint(16, 4097, (args.requests,), generator=torch.Generator().manual_seed(0)).tolist()
-    prompts = [torch.randint(1, 50304, (n,)).tolist() for n in lengths]
-    folder, start = folder_of(kind, args.layers, args.width), time.perf_counter()
+    folder = folder_of(kind, args.layers, args.width, args.recipe)
+    vocab = json.loads((folder / "config.json").read_text())["vocab_size"]
+    prompts = [torch.randint(1, vocab, (n,)).tolist() for n in lengths]
+    start = time.perf_counter()
     if kind == "embedded":
         answer, started = embedded(folder), time.perf_counter()
         measure(kind, answer, prompts, args, started - start)
         return
-    options: dict[str, Any] = {"max_model_len": 8192, "max_num_batched_tokens": 8192, "max_num_seqs": 256}
+    options: dict[str, Any] = {"max_num_batched_tokens": 8192, "max_num_seqs": 256}
+    options["max_model_len"] = args.max_model_len
     options |= {"enforce_eager": False, "dtype": "bfloat16", "enable_prefix_caching": False}
     # without measuring the free memory, as several processes share the GPU
     options |= {"gpu_memory_utilization": 0.05, "kv_cache_memory_bytes": args.kv_gib << 30}
     if kind == "ours":
         options["additional_config"] = {"state_dtype": args.state_dtype}
-    if kind == "own":
+    if kind in ("own", "swapped"):
         options |= {"load_format": "dummy", "additional_config": {"gdn_prefill_backend": "triton"}}
+    if kind == "swapped":
+        os.environ["TOKENMIX_VLLM_KERNELS"] = "1"
     with engine(folder, **options) as llm:
         started = time.perf_counter() - start
         measure(kind, lambda prompts, new: served_tokens(llm, prompts, new)[0], prompts, args, started)
@@ -166,11 +193,9 @@ def timed(kind: str, args: argparse.Namespace) -> None:
 
 def embedded(folder: Path) -> Callable[[list[list[int]], int], list[list[int]]]:
     """Return a function that generates greedy tokens by continuous batching."""
-    from transformers import ContinuousBatchingConfig, GenerationConfig
+    from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig
 
-    from tokenmix_core.modeling import HybridForCausalLM
-
-    model = HybridForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).to("cuda").eval()
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).to("cuda").eval()
     pool = ContinuousBatchingConfig(max_batch_tokens=8192, max_memory_percent=0.3)
 
     def answer(prompts: list[list[int]], new: int) -> list[list[int]]:
@@ -210,15 +235,16 @@ def measure(kind: str, answer: Callable, prompts: list[list[int]], args: argpars
 
 
 def quick(args: argparse.Namespace) -> None:
-    """Run all checks and timings, each in a process with a log; stop what runs after `args.seconds`."""
+    """Run checks and timings, each in a process with a log; stop what runs after `args.seconds`."""
     args.out.mkdir(parents=True, exist_ok=True)
     wait, end = Path(tempfile.mkdtemp()), time.monotonic() + args.seconds
     running: dict[str, subprocess.Popen] = {}
 
     def begin(*command: str) -> None:
         log = (args.out / f"{command[1]}.txt").open("w")
-        sizes = [f"--{x}={getattr(args, x)}" for x in ("layers", "width", "requests", "new", "kv_gib", "state_dtype")]
-        given = [sys.executable, __file__, *command, f"--wait={wait}", *sizes]
+        sizes = [f"--{x}={getattr(args, x)}" for x in (*_SIZES, "state_dtype")]
+        recipe = [f"--recipe={args.recipe}"] if args.recipe else []
+        given = [sys.executable, __file__, *command, f"--wait={wait}", *sizes, *recipe]
         env = dict(os.environ)
         if command[1] == "embedded" and args.embedded_path:
             env["PYTHONPATH"] = f"{args.embedded_path}:{env.get('PYTHONPATH', '')}"
@@ -239,19 +265,20 @@ def quick(args: argparse.Namespace) -> None:
                     running[x].kill()
                     running[x].wait()
 
-    begin("time", "own")
-    begin("time", "ours")
-    for name in MODELS:
+    for kind in args.timed:
+        if kind != "embedded":
+            begin("time", kind)
+    for name in args.checks:
         begin("check", name)
-    ended(list(MODELS), min(end, time.monotonic() + args.check_seconds))
-    for kind in TIMED:
+    ended(args.checks, min(end, time.monotonic() + args.check_seconds))
+    for kind in args.timed:
         if kind not in running:
             begin("time", kind)
         while not (wait / f"{kind}.ready").exists() and running[kind].poll() is None and time.monotonic() < end:
             time.sleep(0.05)
         (wait / f"{kind}.go").touch()
         ended([kind], end)
-    for name in [*MODELS, *TIMED]:
+    for name in [*args.checks, *args.timed]:
         lines = (args.out / f"{name}.txt").read_text(errors="replace").splitlines()
         print(f"== {name}: exit {running[name].returncode}", *[x for x in lines if x.startswith("{")], sep="\n")
 
@@ -261,8 +288,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", nargs="*", help="check NAME, or time ours, embedded or own")
     parser.add_argument("--quick", action="store_true")
-    for name, value in {"layers": 24, "width": 1024, "requests": 256, "new": 256, "kv_gib": 20}.items():
+    parser.add_argument("--checks", nargs="*", choices=MODELS, default=list(MODELS), help="checks of --quick")
+    parser.add_argument("--timed", nargs="*", choices=TIMED, default=["own", "ours", "embedded"], help="of --quick")
+    for name, value in _SIZES.items():
         parser.add_argument(f"--{name}", type=int, default=value)
+    parser.add_argument("--recipe", help="PACKAGE:NAME, the model of `ours` and `embedded`")
     parser.add_argument("--state_dtype", default="float32", help="dtype of our recurrent states in vLLM's slots")
     parser.add_argument("--seconds", type=float, default=240, help="time limit of --quick")
     parser.add_argument("--check-seconds", type=float, default=100, help="time limit of the checks of --quick")

@@ -86,7 +86,7 @@ def check_served(model: Any, folder: Path, *, prefix_caching: bool = False, **op
     """Assert that vLLM generates the tokens of `generate`, twice in a row; the second time from cached prefixes.
 
     Args:
-        model: a causal language model of ours, in float32.
+        model: a causal language model in float32.
         folder: an empty folder, where it is saved.
         prefix_caching: whether vLLM keeps prefixes.
         options: further arguments of vLLM's engine.
