@@ -59,7 +59,7 @@ ALL_REGISTERS = 255
 
 
 def splits(programs: int, tiles: int, device: torch.device) -> int:
-    """Return how many programs share each of `programs` loops over `tiles` tiles, so that each SM gets two programs."""
+    """Return into how many programs to split each of `programs` loops over `tiles` tiles, so that each SM gets two."""
     return max(1, min(2 * sm_count(device) // programs, tiles // 2, 64))
 
 
@@ -79,7 +79,7 @@ def one_wave() -> int:
 
 
 def block_memory() -> int:
-    """Return the bytes of shared memory that a block of the current GPU may have; without CUDA a Hopper GPU's."""
+    """Return the bytes of shared memory that a block of the current GPU may have; without CUDA, those on Hopper."""
     return fit.shared_memory() or _HOPPER_BLOCK
 
 

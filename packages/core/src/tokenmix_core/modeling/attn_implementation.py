@@ -30,7 +30,7 @@ def choose_attention(mixers: Iterable[Mixer], requested: Any) -> None:
 
 
 class ChoosesAttention:
-    """Mixin before transformers' `PreTrainedModel`: `attn_implementation` selects an implementation of our mixers."""
+    """Base class to list before `PreTrainedModel`: `attn_implementation` selects an implementation of our mixers."""
 
     config: Any
 

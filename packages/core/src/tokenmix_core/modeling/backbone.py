@@ -183,7 +183,7 @@ class HybridModel(HybridPreTrainedModel):
 
     def make_cache(self, max_length: int = 0, *, offload: bool = False, record: int | None = None) -> HybridCache:
         """Return an empty cache; the arguments are those of `HybridCache`."""
-        # a list, because torch 2.11 cannot reconstruct a traced generator after a graph break
+        # make a list, because torch 2.11 cannot reconstruct a traced generator after a graph break
         states = [mixer.make_state() for mixer in self.mixers]
         return HybridCache(states, max_length=max_length, offload=offload, record=record)
 
@@ -249,7 +249,7 @@ class HybridModel(HybridPreTrainedModel):
         hidden = self._embed(input_ids, inputs_embeds)
         call = begin_call(
             self,
-            # an empty tensor with the layout of the whole rows
+            # pass an empty tensor that has the layout of the whole rows
             hidden if shard is None else hidden.new_empty(len(hidden), shard.tokens, 0),
             mixer_inputs,
             attention_mask=attention_mask,
@@ -284,7 +284,7 @@ class HybridModel(HybridPreTrainedModel):
                     args["defer"] = True
                 if shard is not None:
                     args |= {"shard": shard, "layer": i}
-                # positional arguments, because checkpointing computes gradients only for these
+                # pass positional arguments, because checkpointing computes gradients only for these
                 stream = (hidden,) if branch is None else (hidden, branch)
                 if cache is None:
                     hidden, branch, more = layer(*stream, **args)
@@ -300,7 +300,7 @@ class HybridModel(HybridPreTrainedModel):
                     if not span.empty:
                         auxiliary.setdefault(name, []).append(value)
                     elif name.endswith("_loss"):
-                        # zeros that depend on the parameters, which thereby get zero gradients
+                        # add zeros that depend on the parameters, so that these get zero gradients
                         auxiliary.setdefault(name, []).append(value.masked_fill(torch.ones_like(value).bool(), 0))
                 if output_hidden_states:
                     seen.append(span.unpack(hidden if rows is None else span.pack(hidden)))
@@ -325,7 +325,7 @@ class HybridModel(HybridPreTrainedModel):
         return mlps + sum(mixer.flops_per_token(seq_len) for mixer in self.mixers)
 
     def _deferring(self) -> list[bool]:
-        """Return for each block whether the next block's norm adds this block's last branch: if both are plain."""
+        """Return for each block whether the next block's norm adds this block's last branch; true if both are plain."""
         unseen = [is_plain(HybridBlock, layer) for layer in self._blocks]
         return [*(a and b for a, b in itertools.pairwise(unseen)), False]
 

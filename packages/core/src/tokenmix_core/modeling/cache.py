@@ -50,8 +50,8 @@ class HybridCache(Cache):
         self.broken = False
         self._batch: int | None = None
         self.span: Span | None = None
-        # set while fixed: the lengths, on the device; the capacity in tokens, and the length up to which data-dependent
-        # memory suffices; the lengths that the host last read, with `past` at that time; whether all lengths are equal
+        # set while fixed: `_fixed_lengths` on the device; `_limit`, the length that data-dependent memory covers;
+        # `_read`, the lengths that the host last read, and `past` at that time; `_equal`, whether all lengths are equal
         self._fixed_lengths: Tensor | None = None
         self.capacity, self._limit = 0, 0
         self._read: tuple[list[int], int] | None = None
@@ -193,7 +193,7 @@ class HybridCache(Cache):
 
     @property
     def known_lengths(self) -> list[int]:
-        """Return the length of each sequence, or one value if all are equal; while fixed, synchronises once."""
+        """Return the length of each sequence, or one value if all are equal; synchronises, while fixed only once."""
         if self._lengths_equal:
             return [self.past]
         if self._read is None or not self.fixed:
@@ -286,7 +286,7 @@ class HybridCache(Cache):
         self._change_batch(lambda x: x.repeat_interleave(repeats, 0), max(self.batch_size, 0) * repeats)
 
     def gather_rows(self, sources: Sequence[tuple[HybridCache, Sequence[int]]], lengths: Sequence[int]) -> None:
-        """Replace all sequences by copies of rows of the model's other caches; `lengths` are theirs without padding."""
+        """Replace all sequences by copies of rows of the model's other caches, whose `lengths` are without padding."""
         self.reset()
         for cache, _ in sources:
             cache._check_whole()
@@ -310,7 +310,7 @@ class HybridCache(Cache):
             self.history.clear()
 
     def activate_past_recording(self, tokens: int = 32) -> None:
-        """Keep a history from now on: `crop` can remove `tokens` tokens, or a last call of up to 2 · `tokens` tokens.
+        """Keep a history from now on: `crop` can remove `tokens` tokens, or a whole last call of at most twice as many.
 
         The history holds up to five copies of the states. Decoding steps are then not captured as CUDA graphs.
         """

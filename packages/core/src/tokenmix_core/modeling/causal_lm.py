@@ -258,7 +258,7 @@ class HybridForCausalLM(GeneratesInSteps, HybridPreTrainedModel, GenerationMixin
             max_length = generation_config.max_length or 0
             cache = model_kwargs[CACHE] = self.make_cache(max_length, offload=implementation == "offloaded")
             if getattr(generation_config, "is_assistant", False):
-                # for an assistant model: the main model rejects some of its drafted tokens, which `crop` then removes
+                # this model assists another one, which rejects some of its drafted tokens; `crop` then removes these
                 cache.activate_past_recording()
 
 

@@ -113,7 +113,7 @@ def not_finite(model: nn.Module) -> list[str]:
 
 
 class CheckedLoading:
-    """Mixin before transformers' `PreTrainedModel`: `from_pretrained` refuses damaged or unfitting checkpoints."""
+    """Base class to list before `PreTrainedModel`: `from_pretrained` refuses damaged or unfitting checkpoints."""
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path, *args, strict: bool = True, **kwargs) -> Any:

@@ -135,7 +135,7 @@ class ServedModel:
 
         cache.extend_read_and_write_indices, cache.free_blocks = extend, free_blocks
         cache.prepare_fork_request, cache.free_all_requests = prepare_fork, free_all_requests
-        # with these, the scheduler calls `search` for the prefix of each new request, and trusts the answer
+        # with these settings, the scheduler calls `search` for the prefix of each new request, and trusts the answer
         cache.use_prefix_sharing, cache.search_prefix_match = True, search
         scheduler.schedule_batch = schedule_batch
         # the engine keeps registered options with a request, even if the request is preempted or forked

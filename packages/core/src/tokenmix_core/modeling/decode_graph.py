@@ -31,9 +31,8 @@ from tokenmix_core.nn.state.parts import StatePart
 _KEPT, _MOST_KEPT, _KEPT_BYTES = 4, 8, 2 << 30
 # minimum capacity of a cache in tokens
 _LEAST_CAPACITY = 256
-# storage for at least _USUAL_CAPACITY tokens, and for twice as many as storage that was too small, is allocated if it
-# takes at most _SPACIOUS_BYTES: if lengths vary, each larger capacity is captured again, which takes as long as tens of
-# steps
+# new storage holds at least _USUAL_CAPACITY tokens and twice as many as the largest earlier storage, if it takes at
+# most _SPACIOUS_BYTES: after each growth the steps are captured again, which takes as long as tens of steps
 _USUAL_CAPACITY, _SPACIOUS_BYTES = 1024, 512 << 20
 # further tokens per sequence for which data-dependent memory is allocated: fewer waste less memory, more require fewer
 # captures
@@ -178,7 +177,7 @@ class Steps:
         modules = modules_of(model)
         self.mixers = [module for module in modules if isinstance(module, Mixer)]
         self.captured: CapturedSteps | None = None
-        # read at the first step and compared before each later one: dictionaries of hooks, and modules such as adapters
+        # hooks and third-party modules such as adapters, read at the first step and compared before each later step
         self._hooks = [hooks for m in modules for hooks in (m._forward_hooks, m._forward_pre_hooks)]
         self._third_party = [*filter(is_third_party, modules)]
         self._settings = settings_of(self._third_party)
@@ -283,7 +282,7 @@ class Steps:
         return _rounded_up(past + max(_LEAST_CAPACITY, past // 2))
 
     def _spacious(self, wanted: int, outgrown: int) -> int:
-        """Return the capacity of new storage: `wanted`, or more than it and than `outgrown` if this takes few bytes."""
+        """Return new storage's capacity: at least twice `outgrown` tokens if these take few bytes, else `wanted`."""
         capacity = max(wanted, _USUAL_CAPACITY, 2 * outgrown)
         bounds = (capacity, self.cache.batch_size, self.model.dtype)
         parts = (part for layer in self.cache.layers for part in layer.parts.values())
@@ -303,7 +302,7 @@ class Steps:
                 target = captured.inputs.get(name)
                 if target is None or target.shape != x.shape or target.dtype != x.dtype:
                     target = captured.inputs[name] = torch.empty_like(x, device=captured.ids.device)
-                    # a new tensor: existing graphs read the previous one
+                    # the tensor is new, so drop the graphs, which read the previous one
                     captured.graphs.clear()
                 target.copy_(x)
                 fixed[name] = target
@@ -360,7 +359,7 @@ def why_not(model: Any, cache: Any) -> str | None:
 
 
 def graph_key(model: nn.Module, cache: HybridCache) -> Hashable:
-    """Return the key of captured steps: addresses of the weights, classes and batch of the cache, modes of torch."""
+    """Return the key of captured steps: addresses of weights, classes and batch of cache parts, settings of torch."""
     modules = modules_of(model)
     device: Any = next(model.parameters()).device
     modes = (torch.is_inference_mode_enabled(), torch.is_autocast_enabled(device.type))

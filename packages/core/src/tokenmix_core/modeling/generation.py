@@ -52,7 +52,7 @@ def stepping_forward(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class GeneratesInSteps:
-    """Mixin before transformers' `GenerationMixin`: decoding steps as CUDA graphs, and few synchronisations."""
+    """Base class to list before `GenerationMixin`: runs decoding steps as CUDA graphs, with few synchronisations."""
 
     # for each extra input of the model, the mixer class that takes it
     input_takers: dict[str, type[Mixer]] = {}  # noqa: RUF012

@@ -28,7 +28,7 @@ _LIBRARIES = ("torch.", "tokenmix_", "peft.", "bitsandbytes.", "torchao.")
 
 
 def rounded_length(tokens: int) -> int:
-    """Round `tokens` up to a multiple of a power of two: at least 16, and 1/32 to 1/16 of `tokens`."""
+    """Round `tokens` up to a multiple of a power of two, which is 1/32 to 1/16 of `tokens` but at least 16."""
     step = max(_LEAST, 1 << max(0, tokens.bit_length() - 5))
     return cdiv(tokens, step) * step
 
@@ -74,7 +74,7 @@ def round_up(
 
 
 def can_round(modules: Iterable[nn.Module], input_ids: Tensor) -> bool:
-    """True if appended tokens have no visible effect: in eager mode, on a GPU, without hooks, all mixers willing."""
+    """True if appended tokens have no visible effect: in eager mode, on a GPU, without hooks, if mixers allow them."""
     if not (flags.on and is_plain(input_ids) and on_gpu(input_ids)) or compat.watches_all_modules():
         return False
     return all(_is_known(type(x)) and not has_hooks(x) and takes_more_tokens(x) for x in modules)

@@ -96,7 +96,7 @@ def begin_call(
 
 
 def rolls_back(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorate a backbone's `forward`: for caches with a history, keep inputs and first compute pending tokens."""
+    """Decorate a backbone's `forward`: if the cache has a history, first compute pending tokens; store the inputs."""
     name = name_of(forward)
     names = list(inspect.signature(forward).parameters)[1:]
     at = names.index(name)
@@ -204,7 +204,7 @@ def real_tokens(mask: Tensor | None, batch: int, tokens: int, cache: HybridCache
         raise ValueError(f"attention_mask must be a tensor, got {type(mask).__name__}")
     if mask is None:
         return None
-    # separate comparisons: torch 2.11 does not find a symbolic length in a tuple
+    # compare separately: torch 2.11 does not find a symbolic length in a tuple
     fits = mask.dim() == 2 and mask.shape[0] == batch
     if not fits or (mask.shape[1] != tokens and mask.shape[1] != past + tokens):
         raise ValueError(

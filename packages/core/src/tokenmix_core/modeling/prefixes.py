@@ -14,7 +14,7 @@ _MOST_SEEN = 1 << 16
 
 
 class Prefixes:
-    """Snapshots by a hash of their tokens, chained over blocks; the least recently used one is evicted first.
+    """Snapshots, each under a hash of its tokens, chained over blocks; the least recently used one is evicted first.
 
     A prompt stores two snapshots: at its last block boundary, and at the last block boundary of the beginning that it
     shares with an earlier prompt. At least one token of each prompt is always computed.
@@ -51,7 +51,7 @@ class Prefixes:
             tokens: the prompt.
             context: settings of the model on which all states depend.
             inputs: `inputs(start, stop)` returns the extra inputs of tokens `start` … `stop − 1` on which states
-            depend.
+                depend.
         """
         if request not in self._requests:
             keys = self._keys(tokens, context, inputs)

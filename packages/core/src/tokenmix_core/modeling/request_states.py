@@ -76,7 +76,7 @@ class RequestStates:
         self._current = None
 
     def begin(self, request: str, tokens: Sequence[int], inputs: Mapping[str, Any] = MappingProxyType({})) -> int:
-        """Begin a request with a copy of the longest snapshot of its prompt's first tokens; return their number, or 0.
+        """Begin a request with the longest snapshot of its prompt's first tokens; return its length, or 0 without one.
 
         Args:
             request: id of a request that has no tokens yet.

@@ -97,7 +97,7 @@ class Restorable(Protocol):
 
 
 class History:
-    """Snapshots of a cache's states, and the inputs since the oldest one, from which `crop` removes last tokens.
+    """Snapshots of a cache's states, and the inputs since the oldest one: with them `crop` removes the last tokens.
 
     Args:
         tokens: number of last tokens that can be removed at any time; the whole last call can be removed if it had at

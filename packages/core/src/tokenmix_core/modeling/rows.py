@@ -26,7 +26,7 @@ def keeps_rows(model: nn.Module, span: Span) -> bool:
 
 
 class PacksRows:
-    """Mixin before another library's layer: takes and returns rows, but computes packed tokens.
+    """Base class to list before a layer of another library: it takes and returns rows, but computes packed tokens.
 
     `forward` itself enters `rows_for_hooks`, so that hooks also see rows when gradient checkpointing runs it again.
     """

@@ -43,8 +43,8 @@ def needs_host(criterion: Any) -> bool:
 class Sampler:
     """Samples one token of each sequence from logits, as transformers' `_sample` does, and writes it for the next step.
 
-    All tensors have constant shapes, so that a CUDA graph can capture sampling, as it does steps. Processors that need
-    the host or the number of tokens run eagerly.
+    All tensors have constant shapes, so that a CUDA graph can capture sampling, too. Processors that need the host or
+    the number of tokens run eagerly.
 
     Args:
         steps: storage of the decoding steps; sampling writes its `ids` and `positions`.
@@ -86,8 +86,8 @@ class Sampler:
                 torch.zeros(N, **make),
                 torch.tensor(eos, **make),
             )
-        # the tokens; the number of tokens in every row; whether each sequence has ended, and at which length; the
-        # number of first tokens that a penalty ignores; the tokens that end a sequence
+        # `length` is the number of tokens in every row of `tokens`; a sequence has `ended` at length `ends`; a penalty
+        # ignores the first `_padding` tokens; `_eos` are the tokens that end a sequence
         self.tokens, self.length, self.ended, self.ends, self._padding, self._eos = buffers
         self._host_length = 0
         self.processors = LogitsProcessorList(self._own(x) for x in processors)

@@ -76,7 +76,7 @@ def split_prefill(
     cache: HybridCache | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> tuple[Float[Tensor, "B vocab"], HybridCache]:
-    """Compute a prompt split over ranks; return the logits after it and the cache, equal on all ranks.
+    """Run a prompt whose tokens are split over ranks; return its last logits and the cache, both equal on all ranks.
 
     Afterwards every rank can decode by itself: either all ranks decode the same, or one continues alone. The last
     tokens, up to twice the number of ranks, are computed on each rank, so that a prompt may have any length.

@@ -24,7 +24,7 @@ def matmul_dtype(x: Tensor) -> torch.dtype:
 
 
 def has_float32_output(x: Tensor) -> bool:
-    """Return whether a matmul of x can return its sums unrounded, in float32: 16-bit operands on a GPU can."""
+    """Return whether a matmul of x can return its sums unrounded, in float32; true for 16-bit operands on a GPU."""
     return x.is_cuda and x.element_size() == 2
 
 

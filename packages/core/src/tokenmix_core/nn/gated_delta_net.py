@@ -209,6 +209,6 @@ class GatedDeltaNet(Mixer):
         return y.flatten(1).unsqueeze(1)
 
     def mixing_flops(self, seq_len: int) -> float:
-        # Sᵀk, the update k vᵀ and Sᵀq take 2KV operations each; the convolutions take 2W per channel
+        # per head, Sᵀk, the update k vᵀ and Sᵀq take 2KV operations each; the convolutions take 2W per channel
         convs = sum(2 * conv.weight.numel() for conv in (self.q_conv, self.k_conv, self.v_conv))
         return 6.0 * self.num_v_heads * self.head_dim * self.value_dim + convs

@@ -12,7 +12,7 @@ from tokenmix_core.chunking import cdiv
 def attention_heads(
     name: str, hidden_size: int, num_heads: int, num_kv_heads: int | None, head_dim: int | None
 ) -> tuple[int, int]:
-    """Return the number of key-value heads (None: num_heads) and the head size (None: hidden_size / num_heads).
+    """Return key-value head count and head size; None stands for num_heads and hidden_size / num_heads.
 
     Raises:
         ValueError: head counts that do not divide; the message begins with `name`.

@@ -27,7 +27,7 @@ class HeadWeights(KeepsFloat32):
         total, count: sum and count of the observations since the last optimizer step, `[H]` and `[]`.
     """
 
-    # float32: bfloat16 represents integers exactly only up to 256, and `count` exceeds that
+    # these buffers stay float32, because bfloat16 represents integers exactly only up to 256, which `count` exceeds
     float32 = ("weight", "average", "total", "count")
     weight: Tensor
     average: Tensor

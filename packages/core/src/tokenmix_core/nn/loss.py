@@ -17,7 +17,8 @@ from tokenmix_core.ops.transforms import refuse_graph
 IGNORE = -100
 # tokens per block: with a vocabulary of 50,000, a block's bfloat16 logits take 200 MB
 BLOCK = 2048
-# rows of logits are padded to a multiple of this number of words: GEMMs with unaligned rows are slow on a GPU
+# rows of logits are padded to a multiple of this number of vocabulary entries: GEMMs with unaligned rows are slow on a
+# GPU
 _MULTIPLE = 64
 LossImpl = Literal["triton", "torch", "liger"]
 LOSS_IMPLS = (None, *get_args(LossImpl))
@@ -140,7 +141,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return d_hidden, d_weight, None, None, None, None
 
 
-# a custom operator: torch.compile would unroll the loop over blocks
+# a custom operator, because torch.compile would unroll the loop over blocks
 @torch.library.custom_op("tokenmix::linear_cross_entropy", mutates_args=())
 def _blockwise(
     hidden: Tensor,
@@ -221,9 +222,9 @@ def _(hidden, weight, labels, ignore_index, block_size, fused, needs_d_hidden, n
 def _gradients(
     hidden: Tensor, weight: Tensor, dtype: torch.dtype, needs_d_hidden: bool, needs_d_weight: bool, zero: bool
 ):
-    """Allocate the gradients of hidden and weight in float32 (or float64, as `dtype`); unneeded ones are empty.
+    """Allocate the gradients of hidden and weight in float32, float64 if `dtype` is; unneeded ones are empty.
 
-    With `zero`, that of weight is filled with zeros.
+    With `zero`, the gradient of weight is filled with zeros.
     """
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     d_hidden = torch.empty_like(hidden) if needs_d_hidden else hidden.new_empty(0)

@@ -140,5 +140,5 @@ class Mamba2(Mixer):
         return output_linear(self.norm(y, z), self.out_proj), None
 
     def mixing_flops(self, seq_len: int) -> float:
-        # the update b xᵀ and Sᵀc take 2NP operations each; the convolution takes 2W per channel
+        # per head, the update b xᵀ and Sᵀc take 2NP operations each; the convolution takes 2W per channel
         return 4.0 * self.num_heads * self.head_dim * self.state_size + 2 * self.conv.weight.numel()

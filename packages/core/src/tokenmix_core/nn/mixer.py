@@ -60,12 +60,12 @@ class Mixer(KeepsFloat32):
 
     @classmethod
     def from_config(cls, config: Any, layer_idx: int, **options: Any) -> Mixer:
-        """Build the mixer of layer `layer_idx`; override this to read more fields of the configuration or the index."""
+        """Build the mixer of layer `layer_idx`; override this to read the index or more fields of the configuration."""
         return cls(config.hidden_size, norm_eps=config.norm_eps, **options)
 
     @classmethod
     def layer_type(cls, options: dict[str, Any]) -> str:
-        """Return the entry of `config.layer_types` for a layer with these options; by default that of recurrent layers.
+        """Return the entry of `config.layer_types` for a layer with these options, by default that of recurrent layers.
 
         Libraries read this entry: accelerate, for example, refuses to split a sequence over ranks in a recurrent layer.
         """
@@ -85,7 +85,7 @@ class Mixer(KeepsFloat32):
 
     @classmethod
     def prepare_input(cls, name: str, value: Any, span: Span, cu_seqlens: Tensor | None) -> Any:
-        """Convert an extra input, once per call, to the layers' form; by default, per-token tensors are packed.
+        """Convert an extra input, once per call, to the form that layers take; by default per-token tensors are packed.
 
         Args:
             name: one of `inputs`.

@@ -85,7 +85,7 @@ class GatedRMSNorm(nn.Module):
     def forward(
         self, x: Float[Tensor, "*rows size"], z: Float[Tensor, "*rows size"] | None
     ) -> Float[Tensor, "*rows size"]:
-        """Return y for the input x and the gate z, before z's SiLU is applied; None stands for a gate of 1."""
+        """Return y for the input x and the gate z, to which SiLU is not applied yet; without z, the gate is 1."""
         size = self.weight.shape[0] // self.groups
         return gated_rms_norm(x, z, self.weight, size=size, eps=self.eps, gate=self.gate)
 

@@ -93,7 +93,7 @@ def _outputs(x: Tensor, layers: Sequence[nn.Module]) -> tuple[Tensor, ...]:
 
 def _by_kernel(x: Tensor, weights: Sequence[Tensor]) -> bool:
     """True if `fused_linears` is the fastest implementation for x: few tokens, and no gradients."""
-    # not under autocast: layers then cast their inputs, which the kernel does not
+    # do not use the kernel under autocast: layers then cast their inputs, which the kernel does not
     if torch.compiler.is_compiling() or torch.is_grad_enabled() or torch.is_autocast_enabled(x.device.type):
         return False
     rows, count = x.numel() // x.shape[-1], len(weights)
@@ -150,7 +150,7 @@ class _Linears(torch.autograd.Function):
     def backward(ctx, *dys):
         refuse_graph("linear layers that share an input")
         if torch.compiler.is_compiling():
-            # no nested autocast context under torch.compile: its end would also end the model's own context
+            # under torch.compile enter no nested autocast context: its end would also end the model's own context
             return _Linears._gradients(ctx, dys)
         # compute in the forward's dtypes, even if the caller runs `backward` under autocast
         with torch.autocast(ctx.device_type, enabled=False):
@@ -193,7 +193,7 @@ def _(a, b):
 
 
 def _matmul(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return a b in `dtype`; for a float32 `dtype`, the sums of a 16-bit GEMM are returned unrounded.
+    """Return the matmul a b in `dtype`; for a float32 `dtype`, the sums of a 16-bit GEMM are returned unrounded.
 
     Under torch.compile the sums are rounded to 16 bits, as in torch's layers.
     """

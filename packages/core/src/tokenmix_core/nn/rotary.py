@@ -102,7 +102,7 @@ def rope_frequencies(
     config.rope_parameters = {"rope_theta": theta, **rope_parameters}
     config.head_dim, config.hidden_size, config.num_attention_heads = dim, dim, 1
     config.max_position_embeddings = max_position_embeddings
-    # on the CPU, even if the model is built on the meta device, where tensors have no values
+    # compute on the CPU, even if the model is built on the meta device, whose tensors have no values
     with torch.device("cpu"):
         frequencies, factor = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))
     return frequencies.float(), float(factor)
@@ -135,7 +135,7 @@ class RotaryEmbedding(KeepsFloat32):
 
     @torch.no_grad()
     def forward(self, position_ids: Int[Tensor, "B T"]) -> Rotation:
-        # no autocast: in bfloat16 angles would be wrong by whole revolutions
+        # disable autocast: in bfloat16 angles would be wrong by whole revolutions
         with torch.autocast(position_ids.device.type, enabled=False):
             angles = position_ids.unsqueeze(-1).float() * self.inv_freq.float()
             return Rotation(angles.cos() * self.factor, angles.sin() * self.factor)
@@ -154,7 +154,7 @@ def apply_rotary(
 
 
 def normed_for_step(q: Tensor, k: Tensor, q_norm: RMSNorm, k_norm: RMSNorm) -> tuple[Tensor, Tensor, dict[str, Any]]:
-    """Return q, k and the arguments of `rotate_step` for their norms; none if this function had to call the norms."""
+    """Return q, k and arguments by which `rotate_step` norms them; if a norm is not plain, q and k are normed here."""
     if not is_plain(RMSNorm, q_norm, k_norm):
         return q_norm(q), k_norm(k), {}
     return q, k, {"q_weight": q_norm.weight, "k_weight": k_norm.weight, "eps": q_norm.eps}

@@ -8,7 +8,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, fence_async_shared, mbarrier
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-# the function's name in newer versions of Triton or, if missing, its name in older versions
+# versions of Triton name these functions differently: take the newer name if it exists, else the older one
 async_load = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
 barrier = getattr(gl, "barrier", None) or gl.thread_barrier
 _REINTERPRETS = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))
@@ -121,7 +121,7 @@ def opaque_tile(s_x):
 
 @gluon.jit
 def async_copy_rows(s_x, p_rows, stride, rows, WARPS: gl.constexpr, OPAQUE: gl.constexpr = False):
-    """Start an async copy of rows `stride` elements apart to the tile `s_x`; rows from `rows` on become zero.
+    """Start an async copy of rows that lie `stride` elements apart, to the tile `s_x`; rows from `rows` on become 0.
 
     With `OPAQUE` every copy computes its offsets again: this takes more instructions, but no registers between copies.
     """

@@ -14,8 +14,8 @@ from triton.experimental.gluon import language as gl
 
 from tokenmix_core.kernels.gluon.hopper import mma_layout
 
-# maximum row sum, and maximum reciprocal of a row sum, for which no second run is needed: half the exponent of the
-# largest float32, 2^128. The first tile's largest weight is 1
+# largest row sum, and largest reciprocal of a row sum, that need no second run. Its exponent, 64, is half of 128, at
+# which float32 overflows. The largest weight of a row's first tile is 1
 LIMIT = gl.constexpr(2.0**64)
 
 
@@ -75,7 +75,7 @@ def sums_in_range(b_l):
 
 @gluon.jit
 def finalize(b_shift, b_l):
-    """Return the factor that normalises the accumulator and the natural log-sum-exp; 1 and −∞ if a row sees no key."""
+    """Return the accumulator's normalising factor, and the natural log-sum-exp; if a row sees no key, 1 and −∞."""
     empty = b_l == 0.0
     b_l = gl.where(empty, 1.0, b_l)
     return 1.0 / b_l, gl.where(empty, float("-inf"), (b_shift + gl.log2(b_l)) * 0.6931471805599453)

@@ -109,7 +109,7 @@ _Mode: Any = find("torch.utils._python_dispatch:TorchDispatchMode") or object
 
 
 class Mode(_Mode):
-    """Observe every torch operation in a `with` block; a plain object, never entered, if `captures` is false."""
+    """A context manager that observes every torch operation; if `captures` is false, a plain object, never entered."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -117,7 +117,7 @@ class Mode(_Mode):
         return False
 
 
-# functions that return the current device, and its current stream, as Triton's driver does but without its Python code
+# functions that return the current device and its current stream like Triton's driver, but without its Python code
 current_device: Callable[[], int] = find("torch._C:_cuda_getDevice") or _device
 current_stream: Callable[[int], int] = find("torch._C:_cuda_getCurrentRawStream") or _stream
 # modes(): number of active dispatch modes; 2 if unknown, as if a mode other than our own were active

@@ -38,7 +38,7 @@ def described(kernel: Any) -> Described | None:
     """Return the properties of a compiled kernel that our own launches need; None if some are unknown."""
     try:
         x, types = kernel.metadata, list(kernel.src.signature.values())
-        # some versions of Triton lack the last two attributes
+        # some versions of Triton lack instrumentation_mode and launch_cooperative_grid
         more = x.global_scratch_size or x.profile_scratch_size
         more = more or any(getattr(x, name, 0) for name in ("instrumentation_mode", "launch_cooperative_grid"))
         sizes = x.target.backend, x.num_warps, x.num_ctas, x.shared

@@ -11,7 +11,8 @@ import torch
 
 from tokenmix_core.kernels.launch.flags import flag
 
-# a function that captures another function's device work without executing it; it returns a function that replays it
+# type of functions that capture another function's device work without executing it, and return a function that replays
+# this work
 Capture = Callable[[Callable[[], object]], Callable[[], object]]
 
 _VARIABLE = "TOKENMIX_DECODING_GRAPH"

@@ -19,7 +19,7 @@ from tokenmix_core.kernels.launch.cache.driver import Loaded, launch, loaded, pa
 from tokenmix_core.kernels.launch.errors import compiling
 from tokenmix_core.kernels.launch.pdl import PDL
 
-# a kernel, its grid, its arguments in order, and the launch's options
+# a launch: a kernel, its grid, its arguments in order, and Triton's options
 Launch = tuple[Any, tuple[int, ...], tuple, dict[str, Any]]
 
 # a kernel with PDL=True must be launched with Triton's option `launch_pdl`

@@ -40,9 +40,10 @@ def wanted() -> bool:
 def pdl_launches(device: torch.device) -> Iterator[None]:
     """Launch kernels with the parameter `PDL` by programmatic dependent launch, in this thread, inside the block.
 
-    Before `gdc_wait` a kernel may read only data that no earlier kernel of the block writes, nor the last kernel before
-    the block: weights, and state that only this kernel updates. A block is one decoding step; its first kernel reads
-    nothing before waiting. Nothing changes on GPUs before Hopper, with drivers before CUDA 12.3 and on other devices.
+    Before `gdc_wait` a kernel may read only data that neither an earlier kernel of the block nor the last kernel before
+    the block writes: weights, and state that only this kernel updates. A block is one decoding step; its first kernel
+    reads nothing before waiting. Nothing changes on GPUs before Hopper, with drivers before CUDA 12.3 and on other
+    devices.
     """
     before, enabled.on = enabled.on, wanted() and device.type == "cuda" and _can(device.index)
     try:

@@ -6,7 +6,7 @@ import triton.language as tl
 
 @triton.jit
 def load_rows(p_rows, stride, rows, BT: tl.constexpr, D: tl.constexpr):
-    """Load a tile `[BT, D]` of rows `stride` elements apart; rows from `rows` on are zero."""
+    """Load rows that lie `stride` elements apart as a tile `[BT, D]`; rows from index `rows` on are zero."""
     o_t, o_d = tl.arange(0, BT), tl.arange(0, D)
     return tl.load(p_rows + o_t[:, None] * stride + o_d[None, :], mask=o_t[:, None] < rows, other=0.0)
 
@@ -20,7 +20,7 @@ def store_rows(p_rows, b_x, stride, rows, BT: tl.constexpr, D: tl.constexpr):
 
 @triton.jit
 def load_vector(p_vector, stride, rows, BT: tl.constexpr):
-    """Load `[BT]` values `stride` elements apart as float32; values from index `rows` on are zero."""
+    """Load `[BT]` values that lie `stride` elements apart, as float32; values from index `rows` on are zero."""
     o_t = tl.arange(0, BT)
     return tl.load(p_vector + o_t * stride, mask=o_t < rows, other=0.0).to(tl.float32)
 

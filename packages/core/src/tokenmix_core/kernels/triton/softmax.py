@@ -24,7 +24,7 @@ def online_softmax(b_s, b_m, b_l, scale, MASKED: tl.constexpr):
 
 @triton.jit
 def finish_softmax(b_m, b_l, scale):
-    """Return the factor that normalises the accumulator and the natural log-sum-exp; 0 and −∞ if a row sees no key."""
+    """Return the accumulator's normalising factor, and the natural log-sum-exp; if a row sees no key, 0 and −∞."""
     ln2: tl.constexpr = 0.6931471805599453
     m_l = b_l > 0
     b_l = tl.where(m_l, b_l, 1.0)

@@ -146,7 +146,7 @@ class KVState(StatePart):
             self._stored = fn(self.keys), fn(self.values)
 
     def snapshot(self) -> StatePart | None:
-        """Return a copy; without a window None, because later tokens then take other slots and overwrite nothing."""
+        """Return a copy or, without a window, None, because later tokens then overwrite nothing."""
         return None if self.window is None else super().snapshot()
 
     def clear(self) -> None:
@@ -207,7 +207,7 @@ class KVState(StatePart):
 
 def _grow(old: Tensor | None, x: Tensor, batch: int, slots: int) -> Tensor:
     """Return a tensor `[batch, slots, ...]` with x's dtype and device that begins with the slots of `old`."""
-    # zeros: kernels may load an unwritten slot under a mask, and NaN there would reach the sums
+    # fill with zeros: kernels may load an unwritten slot under a mask, and NaN there would reach the sums
     grown = x.new_zeros(batch, slots, *x.shape[2:])
     if old is not None:
         grown[:, : old.shape[1]] = old

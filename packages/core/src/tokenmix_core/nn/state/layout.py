@@ -41,9 +41,10 @@ class Span:
         lengths: `[N]` int64, tokens of each sequence before the call; None if all have `past`.
         mask: `[N, tokens]`, True for real tokens; None if all are real.
         count: tokens stored by earlier calls, if `past` includes spare capacity; None if `past` is this number. The
-        host knows `count` without a synchronisation, so `Mixer.step_form` may select a decoding step's variant by it.
-        known: returns `lengths` as Python integers, or None if this would need a synchronisation. fixed: with a mask,
-        give all tensors shapes that do not depend on its values. stateless: whether the call keeps no states.
+            host knows `count` without a synchronisation, so `Mixer.step_form` may use it.
+        known: function that returns `lengths` as Python integers; None if this would need a synchronisation.
+        fixed: with a mask, give all tensors shapes that do not depend on its values.
+        stateless: whether the call keeps no states.
     """
 
     def __init__(
@@ -110,7 +111,7 @@ class Span:
         return any((n + 1) % every == 0 for n in self.known())
 
     def fill(self, every: int) -> tuple[Int[Tensor, "N"], Int[Tensor, "N"]]:
-        """Return each sequence's new token's index in its chunk of `every` tokens, and the chunk's new length (int32).
+        """Return each new token's index in its sequence's chunk of `every` tokens, and the chunk's new length (int32).
 
         The call must have one token per sequence.
         """
@@ -217,7 +218,7 @@ class Span:
         return out
 
     def written(self, window: int | None, sinks: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Return index in the call, row and position of the tokens that a KV cache with this window stores."""
+        """For the tokens that a KV cache with this window stores, return indices in the call, rows and positions."""
         key = (window, sinks)
         if key not in self._written:
             kept, rows, positions = torch.arange(len(self.rows), device=self.device), self.rows, self.positions

@@ -20,7 +20,7 @@ _COLUMNS = 16
 
 
 class Pages(NamedTuple):
-    """Upper bounds of the number of pages in use, of a row and of a head.
+    """Upper bounds of how many pages a row uses, and how many a head uses.
 
     Attributes:
         row: pages used by all heads of a row, for the row with the most.
@@ -217,7 +217,7 @@ class PagedKVState(StatePart):
         return min(more, self.page * min((row - self._bound.row) // self.heads, head - self._bound.head))
 
     def _begin(self, k: Tensor, v: Tensor, take: Tensor, known: Pages | None) -> None:
-        """Fill pages with the runs of `page` tokens of the first call, one run selected by `take` per page.
+        """At the first call, fill one page with each run of `page` tokens that `take` selects.
 
         Spare pages get copies of the last run, which are never read but overwritten by later calls.
         """
@@ -231,7 +231,7 @@ class PagedKVState(StatePart):
         self._stored = self._runs(k, *source), self._runs(v, *source), table, self.page * taken
 
     def _taken(self, counts: Tensor, number: Tensor) -> tuple[Tensor, Tensor]:
-        """Find a row's `number`-th taken run (from 1, at most its last); return its index in time and its head."""
+        """Find a row's `number`-th taken run (from 1, clamped to the last); return its index in time and its head."""
         source, runs = torch.searchsorted(counts, number.minimum(counts[:, -1:])), counts.shape[1] // self.heads
         return source % runs, source // runs
 
@@ -253,7 +253,7 @@ class PagedKVState(StatePart):
         return Pages(pages.row + 1, cdiv(pages.head + 1, _COLUMNS) * _COLUMNS)
 
     def _in_use(self, take: Tensor | None = None) -> Pages:
-        """Read from the device how many pages are in use, `take [N, runs, H]` of further runs included if given."""
+        """Read from the device how many pages are in use; if `take [N, runs, H]` is given, add the runs it selects."""
         held = self.lengths // self.page
         held = held if take is None else held + take.sum(1)
         if not held.numel():
@@ -294,10 +294,10 @@ class PagedKVState(StatePart):
             return
         used, have = self._in_use(), self._capacity()
         longest, most = (cdiv(x, self.page) for x in (max_length, more))
-        # every head may take all `more` tokens
+        # in the worst case every head takes all `more` tokens
         spare = self.heads * most
         needed = Pages(used.row + spare, max(used.head + most, longest))
-        # a tenth more, but no more than if every head retained all tokens
+        # allocate a tenth more pages than are in use, but no more than if every head retained all tokens
         row = max(needed.row, min(used.row + used.row // 10, self.heads * longest)) if most else used.row
         if not (_fits(needed, have) and have.row <= row):
             self._reallocate(Pages(row, max(have.head, needed.head)))

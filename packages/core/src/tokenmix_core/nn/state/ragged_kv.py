@@ -14,9 +14,9 @@ from tokenmix_core.ops.types import AttentionOutput, Impl
 
 
 def first_taken(take: Bool[Tensor, "N H C"], most: int) -> tuple[Int[Tensor, "N H most"], Int[Tensor, "N H"]]:
-    """Return for each head the indices of the first `most` tokens it takes of C ≥ 1, and the number of all it takes.
+    """For each head, return the indices of the first `most` tokens that it takes, and the number of all that it takes.
 
-    A head that takes fewer than `most` tokens gets its last index repeatedly; one that takes none gets index 0.
+    C must be at least 1. The index of a head's last token is repeated to fill `most` entries; 0 if it takes none.
     """
     counts = take.contiguous().cumsum(-1)
     lengths = counts[..., -1]

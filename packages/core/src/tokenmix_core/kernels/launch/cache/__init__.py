@@ -5,5 +5,5 @@ launches. So a call is captured (`capture`): which buffers it allocates, and whi
 Later calls with its signature are replayed (`replay`) by generated code (`codegen`) that does nothing else.
 
 A capture takes longer than a run, and lengths may never recur. So a call is captured only if its signature recurs, and
-later if earlier captures were not replayed (`admission`). The number of cached calls is bounded.
+if earlier captures were not replayed, only after more occurrences (`admission`). The number of cached calls is bounded.
 """

@@ -7,7 +7,8 @@ from itertools import islice, takewhile
 
 from torch import Tensor
 
-# maximum per function: signatures whose occurrences are counted, and magnitudes of calls (see `new_magnitude`)
+# maximum counts, for each function, of signatures whose occurrences are counted and of stored magnitudes (see
+# `new_magnitude`)
 MAX_SEEN, _MAX_MAGNITUDES = 512, 128
 # if one of the _RECENT last captures was replayed _OFTEN times, as happens in deep models, the next new signature is
 # captured at its first occurrence

@@ -190,7 +190,7 @@ class Capture(compat.Mode):
                 self._possible &= found is not None
                 tensors.append((i, *(found or (0, None))))
                 args[i] = None
-        # simple operations can be replayed; not simple: lists of tensors, tensors by keyword, several results, results
+        # only simple operations can be replayed: no lists of tensors, tensors by keyword, several results, or results
         # whose size depends on values
         simple = isinstance(output, Tensor) and not any(isinstance(x, (Tensor, list)) for x in kwargs.values())
         simple &= not any(isinstance(x, list) and any(isinstance(y, Tensor) for y in x) for x in args)

@@ -43,7 +43,7 @@ class Step(NamedTuple):
 def compiled(
     steps: list[Step], tensors: int, outputs: list[tuple | None], make: Callable, launch: Callable
 ) -> Callable:
-    """Return `call(stream, tensors, pointers)`, which makes the steps and returns `make(outputs)`.
+    """Return `call(stream, tensors, pointers)`, which executes the steps and returns `make(outputs)`.
 
     In the generated code, `x0, x1, …` are the tensors by slot, inputs first; `p0, p1, …` are their addresses, and
     `c0, c1, …` constants.
@@ -101,7 +101,7 @@ def compiled(
 
 
 def _packed(launches: list[Step], parts: dict[int, int]) -> tuple[bytes, list[str]]:
-    """Return the packed launches for `driver.launch`, and the names of the addresses to pass after the stream."""
+    """Return the packed launches for `driver.launch`, and the addresses, by name, that it gets after the stream."""
     names: dict[str, int] = {}
     packed = []
     for step in launches:
@@ -116,10 +116,10 @@ def _packed(launches: list[Step], parts: dict[int, int]) -> tuple[bytes, list[st
 def matching(
     call: Callable, inputs: Sequence, device: int, launching: Any, matches: list[int], most: int | None = None
 ) -> Callable | None:
-    """Return `match(*inputs)`: `call` and its arguments for inputs of this signature; None for others.
+    """Return a function `match(*inputs)` that returns `call` and its arguments for inputs of this signature, else None.
 
-    Returns None if torch lacks guards or an input's address is not a multiple of 16 bytes. Matches are counted in
-    `matches[0]`; after `most` matches `match` returns None.
+    `matching` returns None if torch lacks guards or an input's address is not a multiple of 16 bytes. Matches are
+    counted in `matches[0]`; after `most` matches `match` returns None.
     """
     tensors = {i: x for i, x in enumerate(inputs) if isinstance(x, Tensor)}
     if compat.Guards is None or any(x.data_ptr() % 16 for x in tensors.values()):
@@ -169,7 +169,7 @@ def _guarded(name: str, inputs: Sequence, lines: list[str], names: dict[str, Any
 
 
 def renew(guarded: Callable, inputs: Sequence) -> None:
-    """Let a function of `_guarded` also accept these inputs, which differ from its own only in torch's dispatch keys.
+    """Let a function that `_guarded` returned also accept `inputs`, which differ only in torch's dispatch keys.
 
     Dispatch keys differ with gradients and under autocast. The function accepts the two latest sets of keys.
     """
@@ -191,7 +191,7 @@ def _function(head: str, lines: Sequence[str], names: dict[str, Any]) -> Callabl
 
 @functools.lru_cache(256)
 def _code(text: str) -> CodeType:
-    # cached by text: calls that differ only in sizes have equal text
+    # the compiled code is cached by its text, because calls that differ only in sizes have equal text
     return compile(text, "<replayed call>", "exec")
 
 
@@ -201,7 +201,7 @@ def _slots(step: Step) -> list[int]:
 
 
 def _shared(steps: list[Step], kept: set[int]) -> tuple[dict[int, int], int]:
-    """Pack buffers used only by kernels into one allocation; return offsets by slot and its size; {} and 0 if large."""
+    """Pack buffers used only by kernels into one allocation; return offsets and its size, or {} and 0 if too large."""
     seen = {slot for step in steps if not step.launch for slot in _slots(step)} | kept
     used = {slot for step in steps for slot in _slots(step)}
     parts, size = {}, 0
