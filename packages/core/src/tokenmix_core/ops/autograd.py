@@ -103,7 +103,7 @@ def _made(step: Any) -> Callable:
         first = end
 
     def made(*fields):
-        # build the last nested tuple first: this changes no index of a field before it
+        # build nested tuples from last to first, so that the indices of the fields before them stay valid
         for first, end, part in parts:
             fields = *fields[:first], part(*fields[first:end]), *fields[end:]
         return step(*fields)
@@ -233,7 +233,7 @@ def differentiable(
             if by_torch(inputs) or compat.in_transform():
                 output = transformed(*inputs)
                 return output if outputs is None else output[:outputs]
-            # called even if no input requires gradients, since torch then raises an error for forward-mode derivatives
+            # call `apply` even if no input requires gradients: it raises an error for forward-mode derivatives
             return Eager.apply(*inputs, None)
         except GLUON_ERRORS as error:
             give_up(error)

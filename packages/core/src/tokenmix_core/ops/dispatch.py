@@ -52,7 +52,7 @@ class GluonForm:
         _forms.append(self)
 
     def limit(self, device: torch.device, dtype: torch.dtype) -> str | None:
-        """Return why the kernels do not support this device and dtype, as a clause; None if they do. No compilation."""
+        """Return why the kernels do not support this device and dtype, as a clause, or None; compiles nothing."""
         if (why := device_limit(device)) is not None:
             return why
         if dtype not in self.dtypes:
@@ -60,9 +60,7 @@ class GluonForm:
         return None
 
     def require(self, op: str, device: torch.device, dtype: torch.dtype, limit: str | None = None) -> None:
-        """Raise a ValueError, which names `op`, if the kernels do not support the call; `limit` is a further reason
-        against it.
-        """
+        """Raise a ValueError that names `op` if Gluon kernels do not run; `limit`, unless None, is a further reason."""
         # under tracing do nothing: the compiled call checks at run time
         if torch.compiler.is_compiling():
             return

@@ -1,4 +1,4 @@
-"""Explain which kernels of an operation run on this machine, and why; read from the plans that calls themselves use."""
+"""Explain which kernels of an operation run on this machine, and why, by the plans that the calls themselves use."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ CHIPS = {
 # the chips on which the packages' tests have run
 RAN = ("sm_90",)
 Tensors = Mapping[str, Tensor]
-# the step's name for an operation whose implementation is not divided into steps
+# the step name of operations whose implementation is not divided into steps
 WHOLE = "all steps"
 
 
@@ -137,7 +137,7 @@ def explain(
         device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
             raise ValueError(f"explain: device {device} is not here: this machine has {torch.cuda.device_count()} GPUs")
-    # one element expanded to every shape: only shapes, dtypes and devices are read
+    # expand one element to every shape, because only shapes, dtypes and devices are read
     one = torch.empty(1, dtype=dtype, device=device)
     x = {name: one.expand([dims[letter] for letter in spec.split()]) for name, spec in known.tensors.items()} | given
 

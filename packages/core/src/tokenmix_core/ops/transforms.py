@@ -143,7 +143,7 @@ def transformable(
 
 
 class _Given:
-    """The non-tensor arguments of a backward pass; `there` tells for each input whether it got a gradient."""
+    """The non-tensor arguments of a backward pass; `there` has for each input whether its gradient is not None."""
 
     def __init__(self, context: Context, count: int) -> None:
         self.context, self.count = context, count

@@ -143,7 +143,7 @@ class _Flight:
 
 
 class _Begin(torch.autograd.Function):
-    """Begin an exchange; the result is an empty tensor that carries the dependence. Backward: add up what arrived."""
+    """Begin an exchange; return an empty tensor, on which `_End` depends. Backward: add up the gradients received."""
 
     @staticmethod
     def forward(ctx, flight: _Flight, *xs: Tensor) -> Tensor:
@@ -156,7 +156,7 @@ class _Begin(torch.autograd.Function):
     @staticmethod
     def backward(ctx, _):
         arrived, plan = ctx.flight.wait().transpose(0, 1), ctx.flight.plan
-        # summed in float32, because 16-bit sums would be rounded once per rank
+        # sum in float32, because 16-bit sums would be rounded once per rank
         dtype = arrived.dtype if plan.once else torch.promote_types(arrived.dtype, torch.float32)
         grads = []
         for shape, part in zip(ctx.shapes, arrived.split([s[2:].numel() for s in ctx.shapes], -1), strict=True):

@@ -58,7 +58,7 @@ class HeadExchange:
         return found
 
     def to_tokens(self, x: Tensor) -> Tensor:
-        """Return `[B, T_local, heads, ...]` of all heads, from whole rows `[B, T, own heads, ...]` of this rank's."""
+        """Return `[B, T_local, heads, ...]` of this rank's tokens, from `[B, T, own heads, ...]` of all tokens."""
         count = self.bounds[self.shard.rank + 1] - self.bounds[self.shard.rank]
         flat = x.unflatten(2, (count, -1))
         return _Exchange.apply(flat.flatten(3), self, False).unflatten(-1, flat.shape[3:]).flatten(2, 3)
@@ -72,7 +72,7 @@ class HeadExchange:
 
 
 class _Exchange(torch.autograd.Function):
-    """Move `[B, T_local, units, C]` to `[B, T, own units, C]`, or back; each is the other's gradient."""
+    """Move `[B, T_local, units, C]` to `[B, T, own units, C]`, or back; each direction is the other's gradient."""
 
     @staticmethod
     def forward(ctx, x: Tensor, exchange: HeadExchange, forth: bool) -> Tensor:

@@ -133,7 +133,7 @@ def _by_head_groups(
     initial_state: Tensor | None,
     final_states: bool | None,
 ) -> ScanOutput:
-    """Compute a recurrence, one group of heads while the states of the next one are gathered if these are large.
+    """Compute a recurrence; large states of one group of heads are gathered while another group computes.
 
     `width` is that of the transitions; queries, keys and values are the first three of `tensors`.
     """
@@ -278,8 +278,8 @@ def attention(
     """Apply `ops.attention`, also to split sequences; for these it must be causal.
 
     For its first document, a span receives the earlier keys and values that its queries see: all of them, or those of
-    the window and the sinks. Attention is causal, so that no later keys are sent. Keys of one group of heads travel
-    while the group before it is computed, if there are many.
+    the window and the sinks. Attention is causal, so that no later keys are sent. If there are many keys, those of one
+    group of heads travel while the preceding group is computed.
     """
     shard = require_shard("attention", sequence_shard, cu_seqlens)
     options |= {"window": window, "sinks": sinks}

@@ -89,7 +89,7 @@ Maps = list[tuple[Tensor, Tensor | None] | None]
 
 
 class _Arrival:
-    """Holds the function that waits for the gradients of states, between two nodes of the backward pass."""
+    """Passes the function that waits for the gradients of states from one node of the backward pass to another."""
 
     wait: Callable[[], Tensor]
 
@@ -98,14 +98,14 @@ class _Arrival:
 def _begin_maps(
     shard: SequenceShard, x: Recurrence, tensors: Tensors, rows: Tensor | None
 ) -> tuple[Maps, tuple[Callable[[], Tensor], Callable[[], Tensor]]]:
-    """Return (M, P) of the tokens that continue the state before each span of this rank, and begin to gather (M, L)."""
+    """Return M and P of each local span (its tokens that continue an earlier span); begin to gather all M and L."""
     batch, shape = tensors[0].shape[0], x.shape
     label = shard.layer, x.name
     wide = functools.reduce(torch.promote_types, (t.dtype for t in tensors), torch.float32)
     maps = [x.transition(_head(span, tensors)) if span.depth else None for span in shard.local]
     zero = tensors[0].new_zeros(batch, shape[0], x.width, x.width, dtype=wide)
     through = [m[0].to(wide) if m and a.through else zero for a, m in zip(shard.local, maps, strict=True)]
-    # the transitions travel while the states are computed
+    # the ranks exchange the transitions M while they compute the states
     transitions = begin_gather(shard, torch.stack(through), label)
     zero, states = tensors[0].new_zeros(batch, *shape, dtype=wide), []
     for i, span in enumerate(shard.local):
@@ -132,7 +132,7 @@ def _entering(
 
 
 def _leaving(shard: SequenceShard, m: Tensor, local: Tensor) -> list[Tensor]:
-    """Return the gradient dS' of the state that leaves each span of this rank; dS = Mᵀ dS' + G of all spans."""
+    """Return the gradient dS' of the state that leaves each local span, from dS = Mᵀ dS' + G of all later spans."""
     gradient = zero = torch.zeros_like(local[0])
     leaving = {}
     for span, m_span, g_span in zip(reversed(shard.spans), m.flip(0), local.flip(0), strict=True):
@@ -166,7 +166,7 @@ def _before(shard: SequenceShard, x: Recurrence, rows: Tensor | None, entering: 
 
 
 class _AddLeaving(torch.autograd.Function):
-    """Pass outputs and final states through; backward: add the gradients that come from later spans to final states."""
+    """Pass outputs and final states through; backward: add to final states' gradients those from later spans."""
 
     @staticmethod
     def forward(ctx, shard, arrival, m, o, final):

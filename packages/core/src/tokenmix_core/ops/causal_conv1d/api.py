@@ -263,7 +263,7 @@ def _check_number(op: str, xs: Sequence, weights: Sequence, states: Sequence) ->
 
 def _check_alike(op: str, xs: Sequence[Tensor], weights: Sequence[Tensor]) -> None:
     """Raise a ValueError unless inputs agree in B, T, W, dtypes and device, because one launch convolves them all."""
-    # a list instead of a set, because under tracing sizes are symbols, which cannot be hashed
+    # make a list instead of a set, because under tracing sizes are symbols, which cannot be hashed
     kinds = [
         (*x.shape[:-1], x.dtype, x.device, weight.shape[1], weight.dtype) for x, weight in zip(xs, weights, strict=True)
     ]

@@ -29,7 +29,7 @@ def token_rows(x: Tensor) -> Tensor:
     """Return x `[B, T, D]` if one stride separates all tokens and channels are contiguous; else a contiguous copy."""
     B, T, _ = x.shape
     rows = x.stride(2) == 1 and (B == 1 or x.stride(0) == T * x.stride(1))
-    # `clone`, because `contiguous` returns a single token (T = 1) unchanged, whatever its stride
+    # call `clone`, because `contiguous` returns a single token (T = 1) unchanged, whatever its stride
     return x if rows else x.clone(memory_format=torch.contiguous_format)
 
 

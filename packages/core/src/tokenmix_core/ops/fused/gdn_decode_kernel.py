@@ -64,7 +64,7 @@ def _rows(x: Tensor) -> Tensor:
 
 @triton.jit
 def convolve(x, weight, inputs, i_n, i_r, o_d, m_d, stride_x, D, W: tl.constexpr):
-    """Return SiLU of the convolution at one token, for channels `o_d`, in float32; `inputs` keeps its row `i_r`."""
+    """Return SiLU of the convolution at one token, for channels `o_d`, in float32; only read row `i_r` of `inputs`."""
     p_x = inputs + (i_r * D + o_d) * (W - 1)
     b_z = tl.zeros(o_d.shape, tl.float32)
     for w in tl.static_range(W - 1):
@@ -77,7 +77,7 @@ def convolve(x, weight, inputs, i_n, i_r, o_d, m_d, stride_x, D, W: tl.constexpr
 
 @triton.jit
 def shift_inputs(x, inputs, i_n, i_r, o_d, m_d, stride_x, D, W: tl.constexpr):
-    """Drop the oldest of row `i_r` of `inputs`, append token `i_n`'s; a barrier separates loads and stores."""
+    """Replace the oldest input in row `i_r` of `inputs` by token `i_n`'s; a barrier separates loads and stores."""
     p_x = inputs + (i_r * D + o_d) * (W - 1)
     b_x = ()
     for w in tl.static_range(W - 2):

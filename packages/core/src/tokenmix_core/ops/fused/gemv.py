@@ -31,13 +31,13 @@ def fused_linears_reference(x: Float[Tensor, "B D"], weights: Sequence[Float[Ten
     """Return x Wᵀ `[B, N]` for each weight W, in eager PyTorch."""
     if not has_slow_rows(x):
         return tuple(F.linear(x, weight) for weight in weights)
-    # with one more row, whose results are dropped
+    # multiply with one more row, a copy of the first, and drop its results
     more = x.repeat(2, 1)[: len(x) + 1]
     return tuple(F.linear(more, weight)[:-1] for weight in weights)
 
 
 def has_slow_rows(x: Tensor) -> bool:
-    """True if with one more row than x `[*, D]` has cuBLAS would multiply faster by a weight."""
+    """True if cuBLAS would multiply x `[*, D]` by a weight in less time if x had one more row."""
     slow = () if torch.compiler.is_compiling() or not on_gpu(x) else _SLOW_ROWS.get(x.dtype, ())
     return bool(slow) and x.numel() // x.shape[-1] in slow
 

@@ -18,7 +18,7 @@ from tokenmix_core.ops.autograd import cached_op, direct_when_eager, of_fields
 from tokenmix_core.ops.fused import MAX_WEIGHTS
 
 _COUNTS = [f"n{i}" for i in range(MAX_WEIGHTS)]
-# a constant for kernels, since Triton 3.6 cannot take the length of a tuple that holds None
+# kernels need this constant, because Triton 3.6 cannot take the length of a tuple that holds None
 _WEIGHTS = tl.constexpr(MAX_WEIGHTS)
 
 

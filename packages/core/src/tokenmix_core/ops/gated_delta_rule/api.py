@@ -68,12 +68,11 @@ def chunk_gated_delta_rule(
             packed sequences.
         cu_seqlens: boundaries of packed sequences (then B = 1), which may be empty.
         qk_l2norm: replace each vector x of q and k by x · rsqrt(Σ x² + 1e−6).
-        writes: a factor m, any real number, for each run of `write_chunk` tokens and value head. After such a run S ←
-        e^{Σ
-            g} S₀ + m (S − e^{Σ g} S₀), with S₀ the state before them; the outputs of these tokens are those of m = 1. A
-            last, partial chunk follows the same rule. Chunks are counted from each sequence's start: there are ⌈T /
-            write_chunk⌉ entries or, for a packed batch, `chunking.chunk_slots`, in the order of `chunking.slot_ids`.
-            None sets all factors to 1.
+        writes: a factor m, any real number, for each run of `write_chunk` tokens and value head. With S₀ the state
+            before such a run, the state after it is e^{Σ g} S₀ + m (S − e^{Σ g} S₀) instead of S; the outputs of these
+            tokens are those of m = 1. A last, partial run follows the same rule. Runs are counted from each
+            sequence's start: there are ⌈T / write_chunk⌉ entries or, for a packed batch, `chunking.chunk_slots`, in
+            the order of `chunking.slot_ids`. None sets all factors to 1.
         write_chunk: how many tokens share a factor of `writes`, a multiple of 64.
         impl: "gluon" (Hopper, bfloat16 or float16), "triton" (portable kernels; also float32), both for K and V in {64,
             128, 256}, "reference" (any size and device), or None: Gluon if it runs here, else Triton for CUDA tensors,

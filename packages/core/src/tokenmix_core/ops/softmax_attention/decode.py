@@ -24,7 +24,7 @@ from tokenmix_core.ops.softmax_attention.steps import Config, KeyRows, Rows, Vis
 from tokenmix_core.ops.softmax_attention.tuning import attention_decode as decode_tile
 
 
-# no specialisation on `splits`, which depends on batch size and cache capacity: one compiled kernel serves any value
+# do not specialise on `splits`, which depends on batch size and cache capacity: one compiled kernel serves any value
 @cached_launch(loop_tiles=("BN",))
 @triton.jit(do_not_specialize=["splits"])
 def _attention_decode(

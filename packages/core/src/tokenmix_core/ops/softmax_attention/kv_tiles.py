@@ -88,7 +88,7 @@ def masked_tile(i, sink_tiles, n_min, full_min, full_max):
 
 @triton.jit
 def tile_from_last(i, count, sink_tiles, gap):
-    """Return the i-th of `count` KV tiles in descending order: the window's tiles, then (`gap` lower) the sinks'."""
+    """Return the i-th of `count` KV tiles in descending order: the window's, then, `gap` tiles lower, the sinks'."""
     i_k = tl.maximum(count - 1 - i, 0)
     return i_k + tl.where(i_k < sink_tiles, 0, gap)
 

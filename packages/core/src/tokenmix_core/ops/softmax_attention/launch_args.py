@@ -43,7 +43,7 @@ def block_size(size: int) -> int:
 
 
 def sink_step(q: torch.Tensor, mask: Mask, BN: int) -> int:
-    """Return the tile width for the step over a window's sinks: 0 without window or sinks, or if BN is no wider."""
+    """Return the tile width of the extra step over a window's sinks: 0 (no step) without sinks or if BN is no wider."""
     step = block_size(mask.sinks)
     if mask.window is None or not mask.sinks or step >= BN:
         return 0

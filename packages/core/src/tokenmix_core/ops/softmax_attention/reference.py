@@ -203,7 +203,8 @@ def softmax(q: Tensor, k: Tensor, mask: Tensor, scale: float, bias: Tensor | flo
     q = wide(q).unflatten(2, (k.shape[2], q.shape[2] // k.shape[2]))
     blind = ~mask.any(-1)
     s = torch.einsum("bihgk,bjhk->bhgij", q, wide(k)) * scale + bias
-    # a softmax over −∞ only has NaN gradients: give rows that see no key scores of 0, and discard their results
+    # the gradient of a softmax over −∞ alone is NaN: rows that see no key get scores of 0, and their results are
+    # discarded
     s = s.masked_fill(~mask, float("-inf")).masked_fill(blind.unsqueeze(-1), 0.0)
     lse = s.logsumexp(-1)
     p = (s - lse.unsqueeze(-1)).exp()

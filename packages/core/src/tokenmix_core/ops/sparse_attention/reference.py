@@ -140,7 +140,7 @@ def _blocks(
     size = max(16, _BLOCK_SCORES // max(1, batch * heads * tk))
     for queries, keys in sequences(tq, tk, cu_seqlens):
         shift = (keys.stop - keys.start) - (queries.stop - queries.start)
-        # the latest eviction time of each key over batch rows and heads; 0 if the key is not retained in any
+        # the latest eviction time of each key over batch rows and heads; 0 if no row and head retains the key
         end = torch.where(kept[:, keys], tk if until is None else until[:, keys], 0).amax((0, 2))
         for first in range(queries.start, queries.stop, size):
             last = min(first + size, queries.stop)

@@ -46,7 +46,7 @@ def initial_gradient(q: Tensor, do: Tensor, g: Tensor, scale: float = 1.0, impl:
 def _state(
     x: Tensor, y: Tensor, g: Tensor, dt: Tensor | None, scale: float, impl: str | None, *, reverse: bool
 ) -> Tensor:
-    """Scan forward or in reverse, by kernels if these support the head sizes, else by the reference."""
+    """Return the state after a forward or reverse scan, by kernels if these support the sizes, else by reference."""
     if (
         resolve_impl("chunk_ssd", impl, x, GLUON) != "reference"
         and x.shape[3] in HEAD_SIZES

@@ -104,7 +104,7 @@ def ssd_plan(
             _heads_together(B * T, HV // G, HV, K, V) if hopper else None,
         )
 
-    # `lookback` computes short sequences in one launch; `programs`: two programs fit on an SM
+    # with `lookback`, one launch computes short sequences, in spans so long that at most two programs run per SM
     programs = N * HV * (V // (forward.hopper or forward.BV))
     if B == N and T <= 512 and forward.hopper and K <= 128:
         spans = (tokens for tokens in (64, 128) if tokens < T and programs * cdiv(T, tokens) <= 2 * one_wave())

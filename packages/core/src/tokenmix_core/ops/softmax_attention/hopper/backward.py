@@ -75,7 +75,7 @@ def holds_selected(selected, first, rows, BT: gl.constexpr):
 
 @gluon.jit
 def store_zeros(p_x, first, rows, stride, BT: gl.constexpr, D: gl.constexpr):
-    """Store zeros to those of the rows `first` … `first + BT − 1` of a matrix that exist."""
+    """Store zeros in the rows `first` … `first + BT − 1` of a matrix, as far as these rows exist."""
     layout: gl.constexpr = hopper.row_layout(D, gl.num_warps())
     o_t = first + gl.arange(0, BT, gl.SliceLayout(1, layout))
     o_d = gl.arange(0, D, gl.SliceLayout(0, layout))

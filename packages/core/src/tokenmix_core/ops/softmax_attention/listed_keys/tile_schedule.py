@@ -225,7 +225,7 @@ def _find_query_tiles(
 def _split_work(
     facts, work_tiles, partial_tiles, totals, slots, tiles, programs, LEAST: tl.constexpr, BT: tl.constexpr
 ):  # fmt: skip
-    """Split all tiles into work tiles of at most 1 / `programs` of all work, or LEAST query tiles; one program runs."""
+    """One program splits all tiles into work tiles, each of at most max(LEAST, total / `programs`) query tiles."""
     work = tl.zeros([], tl.int64)
     for i in range(0, tiles, BT):
         o_x = i + tl.arange(0, BT)
