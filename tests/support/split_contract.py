@@ -138,7 +138,7 @@ CASES: dict[str, Case] = {
 def check_operations(group: dist.ProcessGroup, names: list[str], group_bytes: int | None = None) -> dict[str, float]:
     """Return, by operation and batch, the largest relative error of values and gradients on the ranks of `group`.
 
-    With `group_bytes`, an exchange of twice as many bytes takes one group of heads at a time.
+    `group_bytes` replaces `overlap.GROUP_BYTES`, so that small exchanges are also divided into groups of heads.
     """
     batches = [(name, layout) for name in names for layout in layouts(dist.get_world_size(group))]
     with mock.patch.object(overlap, "GROUP_BYTES", group_bytes or overlap.GROUP_BYTES):
@@ -179,7 +179,7 @@ def operation_error(group: dist.ProcessGroup, case: Case, layout: Layout) -> flo
         return found
 
     split = differentiated(whole=False)
-    # compare on rank 0 only, whose result a RankPool returns: a comparison takes as long again
+    # compare on rank 0 only, whose result a RankPool returns: comparing takes as long as the split call
     return relative_error(split, differentiated(whole=True)) if dist.get_rank(group) == 0 else 0.0
 
 
@@ -260,7 +260,7 @@ def model_error(
         with parallel.sequence_shard(None if whole else shard):
             given = inputs | ({"cu_seqlens": boundaries} if whole else {})
             out = model(ids, labels=labels, use_cache=False, output_logits=True, **given)
-        # outside the context: gradient checkpointing must recompute the layers on split rows even then
+        # call `backward` outside the context: gradient checkpointing must recompute the layers on split rows even then
         out.loss.backward()
         found = [out.loss.detach(), out.logits.detach() if whole else gather_rows(shard, out.logits)]
         for p in model.parameters():
@@ -271,12 +271,12 @@ def model_error(
         return found
 
     split = differentiated(whole=False)
-    # compare on rank 0 only, whose result a RankPool returns: a comparison takes as long again
+    # compare on rank 0 only, whose result a RankPool returns: comparing takes as long as the split call
     return relative_error(split, differentiated(whole=True)) if dist.get_rank(group) == 0 else 0.0
 
 
 def split_statistics(group: dist.ProcessGroup, model_class: type, config: Any) -> tuple[dict, dict]:
-    """Return a training step's auxiliary tensors and the buffers, on the ranks of `group` and of one process."""
+    """Return a training step's auxiliary tensors and buffers, computed by the ranks of `group` and by one process."""
     found = []
     tokens = 35 * dist.get_world_size(group)
     for shard in (SequenceShard(tokens, [0, 31, tokens], group=group), None):

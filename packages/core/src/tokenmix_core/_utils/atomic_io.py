@@ -89,7 +89,7 @@ def sync(path: Path) -> None:
 def sync_tree(folder: Path) -> None:
     """Call `sync` for all files and folders below `folder`, contents before the folder that lists them."""
     for path in sorted(folder.rglob("*"), reverse=True):
-        # ignore a missing file: another process of the run may have renamed it, a temporary file, in the meantime
+        # ignore a missing file: it was a temporary file, which another process of the run has renamed
         with suppress(FileNotFoundError):
             sync(path)
     sync(folder)

@@ -89,7 +89,8 @@ def _watch(module: ModuleType) -> None:
 
 
 def _load(key: Any) -> None:
-    # do not import a module that is being imported now and asks for its own type; after a failed import, try again
+    # pop the entry first, because the module may ask for its own type while it is imported; put it back if the import
+    # fails
     home = _HOMES.pop(key, None) if isinstance(key, str) else None
     if home is not None:
         try:

@@ -13,7 +13,7 @@ _LIBRARIES = ("torch", "triton", "transformers", "numpy")
 
 
 def software() -> dict[str, Any]:
-    """Return the versions of Python, of imported tokenmix packages and of the libraries above, and the git commit."""
+    """Return the versions of Python, of imported tokenmix packages and of `_LIBRARIES`, and the git commit."""
     ours = sorted(name for name in sys.modules if name.startswith("tokenmix_") and "." not in name)
     versions = {name.replace("_", "-"): version_of(name) for name in (*ours, *_LIBRARIES)}
     known = {name: found for name, found in versions.items() if found is not None}

@@ -26,8 +26,8 @@ _COMMIT_SECONDS = 10.0
 _SHOWN_BAD_ROWS = 5
 _MOST_WORKERS = 1024
 BUILT_IN_HELD_OUT = 0.05
-# prefix of the names whose hashes decide the split. With this prefix about 4 % of the text of Python 3.11 to 3.13 is
-# held out, and the training part has no near-duplicates of it
+# text that precedes a family's name in the hash that decides its split. With this text about 4 % of the text of Python
+# 3.11 to 3.13 is held out, and the training part has no near-duplicates of it
 _FAMILIES = "module"
 # minimum fraction of families to hold out, so that at least one is held out
 _LEAST_SHARE = 0.013

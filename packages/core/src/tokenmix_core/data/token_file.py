@@ -127,7 +127,7 @@ class TokenFile:
         return self.read(int(self.documents[index]), int(self.documents[index + 1]))
 
     def read(self, start: int, stop: int) -> np.ndarray:
-        """Return the tokens `start` to `stop` from the file itself: a memory map of a shrunk file ends the process.
+        """Read tokens `start` to `stop` without a memory map, which would end the process if the file had shrunk.
 
         Raises:
             ValueError: the file was truncated after it was opened.
@@ -140,7 +140,7 @@ class TokenFile:
         return found
 
     def boundaries(self, start: int, stop: int) -> np.ndarray:
-        """Return, relative to `start`, where documents begin that begin after `start` and before `stop`."""
+        """Return the starts, relative to `start`, of the documents that begin after `start` and before `stop`."""
         first, last = np.searchsorted(self.documents, (start + 1, stop))
         return self.documents[first:last] - start
 

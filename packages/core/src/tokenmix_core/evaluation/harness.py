@@ -46,8 +46,7 @@ def run_tasks(
     Args:
         suite: name of the suite in the result.
         tasks: maps lm-eval's name of a task to the metric of the task that enters averages. A group of tasks also gets
-        rows
-            of its own: for each metric that all of its tasks have, the mean over all examples.
+            rows of its own: for each metric that all of its tasks have, the mean over all examples.
         include: folders with further task files, in addition to `options.include`.
         builtin: whether to include lm-eval's own tasks.
         average_over: the tasks whose metrics are averaged; by default all, and no average for an empty sequence.
@@ -83,7 +82,7 @@ def run_tasks(
     rows: list[dict[str, Any]] = []
     parts = Parts()
     with tempfile.TemporaryDirectory(prefix="tokenizer-") as folder:
-        # tasks with context lengths load the tokenizer from a folder
+        # save the tokenizer: tasks with several context lengths load it from a folder
         tokenizer.save_pretrained(folder)
         if not is_trusted():
             _remove_code(Path(folder))
@@ -126,7 +125,7 @@ def run_tasks(
                     found += by_sample(name, output["samples"][name], tasks[name])
                 rows += found
     rows += _group_rows(rows, asked)
-    # no average after a failure: it would be that of an easier or harder suite
+    # give no average after a failure: it would be that of an easier or harder suite
     if not parts.failed:
         averaged = chosen if average_over is None else average_over
         rows += _length_averages(rows) if suite == "ruler" else _average(rows, tasks, averaged)

@@ -154,7 +154,8 @@ class Suite(NamedTuple):
         summary: one line on what the suite measures, for `info` and `--help`.
         run: `(model, tokenizer, options) -> SuiteResult`.
         needs: a function of the options that returns the minimum number of held-out text tokens; None if the suite
-        needs no text. reads: the options in `OPTIONAL` that the suite reads; None if unknown.
+            needs no text.
+        reads: the options in `OPTIONAL` that the suite reads; None if unknown.
     """
 
     summary: str

@@ -44,7 +44,7 @@ def token_losses(model: Any, input_ids: Int[Tensor, "B T"], *, piece: int | None
     # bytes of a token's float32 logits and their log-softmax
     token_bytes = 8 * text.text_vocab_size(model)
     chunk = piece or max(16, budget // token_bytes)
-    # reduce the rows of a pass first: passes of whole sequences need no cache
+    # reduce the number of rows in a pass first: passes over whole sequences need no cache
     rows = max(1, budget // (token_bytes * min(chunk, length)))
     losses = [_row_losses(model, batch, chunk) for batch in input_ids.split(rows)]
     return torch.cat(losses)

@@ -159,7 +159,7 @@ def write_result(result: SuiteResult, folder: Path) -> list[Path]:
     written = [folder / f"{suite}.json"]
     result = {"provenance": software(), **result}
     text = json.dumps(result, indent=1, ensure_ascii=False, allow_nan=True) + "\n"
-    # one process at a time: several may write evaluations into the same folder
+    # write in one process at a time: several may write evaluations into the same folder
     with one_at_a_time(folder):
         write_atomically(written[0], text)
         paths = _plot_paths(suite, len(result["plots"]), folder)

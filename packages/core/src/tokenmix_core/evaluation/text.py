@@ -66,7 +66,7 @@ def _python_of(source: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def held_out_from(options: EvalOptions, trained: TrainedOn) -> EvalOptions:
-    """Return options whose text was not part of a run's training text; print on stderr if this is not certain.
+    """Return options whose text was not part of a run's training text; warn on stderr if this is not certain.
 
     If the run used an older split of the built-in corpus, that split's held-out text replaces the options' text.
 

@@ -162,7 +162,7 @@ def mamba_chunk_scan(
         ops.chunk_ssd, C.to(x.dtype), B.to(x.dtype), x, dt * at_least_float32(A), dt=dt, D=D,
         initial_state=None if before is None else before.mT, cu_seqlens=cu_seqlens, impl=impl,
     )  # fmt: skip
-    # contiguous, because the calling layers apply .view to the outputs
+    # make the outputs contiguous, because the calling layers apply .view to them
     y = y.reshape(shape).contiguous()
     y = y if z is None else y * F.silu(z)
     return (y, final.mT) if return_final_states else y
@@ -248,7 +248,7 @@ def norm_of_gated(
 def _packed(
     x: Float[Tensor, "B T ..."], call: dict[str, Any], cu_seqlens: Tensor | None = None
 ) -> tuple[Tensor, Int[Tensor, "N_plus_1"] | None]:
-    """If the call has packed documents, return x as one row and their boundaries; else return x and None."""
+    """If the call has packed documents, return x as one row, and the documents' boundaries; else return x and None."""
     if cu_seqlens is None:
         cu_seqlens = call.get("cu_seq_lens_q")
     if cu_seqlens is not None:

@@ -180,7 +180,7 @@ def load_third_party(source: Path, layouts: Sequence[Layout], dtype: str = "auto
     config, names = layout.read(fields)
     weights = {n: x for n, x in read_weights(source).items() if not n.endswith(layout.ignored or ("\0",))}
     with torch.device("meta"):
-        # the model class that is registered for the configuration
+        # build the model class that is registered for the configuration
         model: Any = trust.from_config(AutoModelForCausalLM, config)
     state = _ours(source, layout, names, weights, dict(model.state_dict()), tied=config.tie_word_embeddings)
     wide: set[str] = model.model._keep_in_fp32_modules_strict or set()  # pyright: ignore[reportAssignmentType]

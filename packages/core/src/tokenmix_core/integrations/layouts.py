@@ -178,7 +178,7 @@ def _read_mamba2(fields: Fields) -> tuple[HybridConfig, Names]:
         ("time_step_limit", ((0.0, float("inf")), None), "time steps have no limit"),
     ):
         fields.only(name, *known, why=why)
-    # defaults are FLA's, which omits fields; transformers writes all fields
+    # defaults are FLA's, because its configurations omit fields; transformers writes all fields
     width, head = fields.number("hidden_size", default=2048), fields.number("head_dim", default=64)
     expand = fields.get("expand", default=2)
     heads = fields.get("num_heads")

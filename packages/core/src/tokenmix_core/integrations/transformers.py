@@ -85,7 +85,7 @@ FAMILIES: dict[str, Family] = {
 _KDA = "Kimi delta attention (KDA), whose decay is a vector for each head"
 _INDEXED = "indexed attention, which selects keys by a learned index"
 _MAMBA1 = "the selective scan of Mamba-1, whose decay is a matrix for each channel"
-# families whose layers need an operation that this library lacks: the name of that operation
+# maps each family whose layers need an operation that this library lacks to that operation's name
 UNCOVERED: dict[str, str] = {
     **dict.fromkeys(("kimi_linear", "bailing_hybrid"), _KDA),
     **dict.fromkeys(("mamba", "falcon_mamba", "jamba", "zamba"), _MAMBA1),

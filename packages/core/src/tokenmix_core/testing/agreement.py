@@ -60,7 +60,7 @@ def granted(eps: float) -> float:
 
 
 def granted_to_sums(*names: str, times: int = 2) -> Callable[[str, float], float]:
-    """Return a `floor` for `assert_agrees`: that of `granted`, multiplied by `times` for the float32 gradients `names`.
+    """Return a `floor` function for `assert_agrees`: `granted`, but `times` as much for the float32 gradients `names`.
 
     These gradients are sums over tokens whose terms cancel. Measured errors: 1.5e-6 on an H200 for a parameter with one
     value per head, 2.3 times the error of an implementation with one operation per step; 1.8e-6 for decays in the

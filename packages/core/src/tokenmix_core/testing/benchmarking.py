@@ -282,7 +282,7 @@ def table(rows: Sequence[dict]) -> str:
     def cell(value: object) -> str:
         return "–" if value is None else f"{value:.3f}" if isinstance(value, float) else str(value)
 
-    # all keys that occur in any row
+    # the columns are all keys that occur in any row
     keys = list(dict.fromkeys(key for row in rows for key in row))
     cells = [keys] + [[cell(row.get(key)) for key in keys] for row in rows]
     widths = [max(len(line[i]) for line in cells) for i in range(len(keys))]

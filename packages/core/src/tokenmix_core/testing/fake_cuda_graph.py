@@ -193,7 +193,7 @@ def graphs_everywhere(*, eager: bool = False) -> Iterator[list]:
 
 
 def assert_graphs_train_alike(recipe: Any, folder: Path, *, steps: int = 8, tolerance: float = 1e-3) -> None:
-    """Assert on a GPU that a recipe's first steps are captured as CUDA graphs, with the losses of eager steps."""
+    """Assert on a GPU that a recipe's first steps are captured as CUDA graphs and have the losses of eager steps."""
     from tokenmix_core.training.callbacks import read_metrics
     from tokenmix_core.training.folder import METRICS
     from tokenmix_core.training.recipe import Tokens

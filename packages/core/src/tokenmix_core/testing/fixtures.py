@@ -14,7 +14,7 @@ from tokenmix_core.kernels.launch.cache.replay import invalidate
 from tokenmix_core.testing.interpreter import hurry, steady
 
 if not torch.cuda.is_available():
-    # set here, because it must be set before any test module imports triton
+    # set the variable here, because it must be set before any test module imports triton
     os.environ["TRITON_INTERPRET"] = "1"
 
 torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))

@@ -184,7 +184,7 @@ def _argument(x, annotation):
         return x
     if not isinstance(x, Tensor):
         return torch.tensor(x)
-    # of a pool with gaps between its slots, the pointer also addresses the gaps
+    # the pointer of a pool with gaps between its slots also addresses the gaps
     extent = 1 + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
     return Pointer(x.view(-1) if x.is_contiguous() else x.as_strided((extent,), (1,)), torch.tensor(0))
 
@@ -306,7 +306,7 @@ def _emulated_modules() -> dict[str, ModuleType]:
         async_load=lambda shared, p, mask=None: shared.store(p.load(mask)),
         commit_group=lambda: None,
         wait_group=lambda outstanding: None,
-        # the 128 threads of four warps arrive
+        # all 128 threads of four warps arrive
         mbarrier_arrive=lambda barrier, increment_count: barrier.arrive(128),
     )
     vars(ampere).update(async_copy=async_copy, mma_v2=_register_mma)

@@ -129,7 +129,7 @@ class Compared:
     def run(self, layout: Layout, plain: bool = False) -> dict[str, Tensor]:
         """Return results and gradients by name.
 
-        If `plain`, those for contiguous copies of the tensors in this layout.
+        If `plain`, the call takes contiguous copies of the tensors in this layout.
         """
         change = copies if plain else dict
         written = {name: x.clone() for name, x in self.tensors.items() if name in self.contract.mutated}
@@ -144,9 +144,9 @@ class Compared:
         return results | self.gradients(leaves, results, upstream, layout.alone or torch.cuda.is_available())
 
     def gradients(self, leaves: Named, results: Named, upstream: Named, alone: bool) -> dict[str, Tensor]:
-        """Return gradients through all results together.
+        """Return the gradients through all results together.
 
-        If there are several, also through the first or each one alone.
+        With `alone` and several results, also return those through each result alone (on a CPU only the first).
         """
         names = [name for name, x in leaves.items() if x.requires_grad]
         single = [*upstream] if len(upstream) > 1 and alone else []

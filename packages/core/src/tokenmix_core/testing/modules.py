@@ -98,7 +98,7 @@ class ModulesContract:
             for name in forms.names:
                 with _changed(module, lambda p: moved(p, torch.Generator().manual_seed(0))):
                     if torch.equal(forms(name), exact[name]):
-                        # this use of the model does not need the module: its change has no effect
+                        # skip the module: this use of the model does not need it, so a change has no effect
                         continue
                 seen.add(path)
                 # try changes up to 16 times as large: a small change may move no score across a threshold
@@ -147,7 +147,7 @@ class ModulesContract:
             handle.remove()
         for i, n in enumerate(lengths):
             assert relative_error(together[i, -n:], alone[i]) < 1e-4, n
-            # padded rows: the hook has changed the last position, which is padding and has no loss
+            # if a row is padded, the hook has changed its last position, which is padding and has no loss
             assert n == tokens or relative_error(right[i, :n], plain[i, :n]) < 1e-4, n
 
     @torch.no_grad()

@@ -77,7 +77,7 @@ class OpContract(DerivativeTests, LayoutTests, PaddingTests, RefusalTests, SlotT
         eager: implementations that run on any device; they are compared with the definition in float64.
         tokens: arguments whose second axis is that of tokens.
         grows: further arguments whose second axis depends on the number of tokens.
-        past: arguments among `tokens` that each part of a split call gets from the first token of all, not of the part.
+        past: arguments among `tokens` that a part of a split call gets from the whole call's first token on.
         state: names of the argument for the initial state, and of the result that is the final state.
         final: names of the results that have one entry per sequence; by default the final state.
         shared: arguments without a batch axis.

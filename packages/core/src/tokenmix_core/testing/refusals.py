@@ -60,7 +60,7 @@ class RefusalTests:
     def _assert_meta_refused(self, function: Callable, arguments: dict[str, Any], named: Callable) -> None:
         names = {name: named(name) for name, x in arguments.items() if isinstance(x, Tensor) and named(name)}
         if arguments["impl"] == "reference":
-            # a valid call that enters the cache of checks: the cache's signatures must then include the device
+            # make a valid call, which the cache of checks stores: the cache's signatures must then include the device
             function(**{key: x.clone() if isinstance(x, Tensor) else x for key, x in arguments.items()})
         # skip calls with a single tensor, which run on the device of this tensor without an error
         for name, shown in names.items() if len(names) > 1 else ():

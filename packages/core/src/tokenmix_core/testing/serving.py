@@ -48,7 +48,7 @@ class ServingContract:
         assert expected <= set(results)
         for name, prompt, limit in zip(names, prompts, limits, strict=True):
             if name in expected:
-                # no further inputs, because the engine takes none
+                # pass no further inputs, because the engine takes none
                 alone = model.generate(torch.tensor([prompt]), generation_config=config, max_new_tokens=limit)
                 assert results[name].error is None
                 assert results[name].generated_tokens == alone[0, len(prompt) :].tolist()

@@ -238,7 +238,7 @@ class GraphedStep:
         return _Graph(static, replay, found[0])
 
 
-# the key of the number of scored tokens among the model's inputs
+# the name under which `given` and `fixed` hold the number of scored tokens besides the model's inputs
 _ITEMS = "number of scored tokens"
 # types of those module attributes that are part of a signature
 _PLAIN = int | float | str | tuple | None

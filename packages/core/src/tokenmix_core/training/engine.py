@@ -133,7 +133,7 @@ class RecipeTrainer(ShardedTrainer):
 
         step = super().training_step
         if self.training_graph != "never" and self._graphed_step is None:
-            # make it only now: callbacks may change the model until the first step
+            # make the graphed step only now: callbacks may change the model until the first step
             self._graphed_step = self._make_graphed_step(model)
         self._stepped = True
         if self._graphed_step is None:

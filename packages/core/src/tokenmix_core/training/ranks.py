@@ -76,7 +76,7 @@ class _Watch:
         self.period = min(2.0, timeout / 20)
         run = "-".join(os.environ.get(f"TORCHELASTIC_{x}", "") for x in ("RUN_ID", "RESTART_COUNT"))
         self.address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-        # a separate connection: the process group's own one is blocked while a collective is set up
+        # use a separate connection: the process group's own one is blocked while a collective is set up
         store = TCPStore(*self.address, is_master=False, timeout=timedelta(seconds=timeout))
         self.store = PrefixStore(f"tokenmix/{run}/{_RUNS}", store)
         self.failure: str | None = None

@@ -85,7 +85,7 @@ def memory_plan(model: nn.Module, tokens: int, ranks: int, *, bf16: bool, checkp
     layers, width, vocabulary = (
         int(getattr(config, name, 0) or 0) for name in ("num_hidden_layers", "hidden_size", "vocab_size")
     )
-    # with checkpointing: the inputs of all layers, and all other activations of a single layer
+    # with checkpointing, memory holds the inputs of all layers and all other activations of one layer
     per_channel = 2 * layers + _ACTIVATION_BYTES if checkpointing else _ACTIVATION_BYTES * layers
     activations = tokens * (per_channel * width * (1 if bf16 else 2) + _LOGIT_BYTES * vocabulary)
     # float32 weight, gradient and two moments take 16 bytes per parameter. FSDP2 shards these, and also needs whole
@@ -93,8 +93,8 @@ def memory_plan(model: nn.Module, tokens: int, ranks: int, *, bf16: bool, checkp
     kept = 16 * parameters / ranks + 8 * parameters + activations
     units = layer_modules(model)
     layer = 4 * sum(p.numel() for unit in units for p in unit.parameters()) / max(1, len(units))
-    # one layer per unit if dtypes differ, which FSDP2 forbids inside a unit, or if layers are recomputed, which was not
-    # tested with larger units
+    # use one layer per unit if dtypes differ, which FSDP2 forbids inside a unit, or if layers are recomputed, which was
+    # not tested with larger units
     kinds = {(p.dtype, p.requires_grad) for p in model.parameters()}
     shared = len(units) if len(kinds) == 1 and not checkpointing else 1
     return MemoryPlan(_memory(), kept, 20 * parameters + activations, shared, layer or _UNIT_BYTES)

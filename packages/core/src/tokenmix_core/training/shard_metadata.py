@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata
 
 _METADATA = ".metadata"
-# without BytesStorageMetadata: torch would unpickle the objects that it announces, and our checkpoints have none
+# leave out BytesStorageMetadata: torch would unpickle the objects that it announces, and our checkpoints have none
 _CLASSES = {
     metadata.__name__: (
         "ChunkStorageMetadata",

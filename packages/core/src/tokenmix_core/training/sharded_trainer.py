@@ -96,7 +96,7 @@ class ShardedTrainer(Trainer):
         if self.sharded_checkpoint:
             sharding.save_shards(model, optimizer, Path(output_dir))
         else:
-            # the same file as in an unsharded run: a single process or DDP can resume from it
+            # this file is the same as in an unsharded run: a single process or DDP can resume from it
             state = sharding.whole(optimizer.state_dict(), keep=self.args.should_save)
             if self.args.should_save:
                 torch.save(state, Path(output_dir, "optimizer.pt"))

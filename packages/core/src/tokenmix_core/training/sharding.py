@@ -37,7 +37,7 @@ def apply_fsdp_policy(accelerator: Any, plugin_args: Mapping[str, Any]) -> None:
 
     state = accelerator.state
     if accelerator.distributed_type == DistributedType.MULTI_CPU:
-        # configure accelerate: all instances of this class share their attributes
+        # accelerate reads these attributes, which all instances of this class share
         state.fsdp_plugin = FullyShardedDataParallelPlugin(**plugin_args)
         state.distributed_type = DistributedType.FSDP
     state.fsdp_plugin.mixed_precision_policy = MixedPrecisionPolicy(
@@ -85,7 +85,7 @@ def whole(value: Any, *, keep: bool) -> Any:
 
 
 def whole_weights(model: nn.Module, *, keep: bool) -> dict[str, Tensor]:
-    """Return a sharded model's state dict, gathered as by `whole` on ranks with `keep`; a tied weight occurs once."""
+    """Return a sharded model's state dict with whole tensors (see `whole`, and for `keep`); tied weights occur once."""
     return whole(_weights(model), keep=keep)
 
 
@@ -124,7 +124,7 @@ def _like(parameter: Tensor, value: Tensor) -> Tensor:
     if not isinstance(parameter, DTensor):
         return value.to(parameter.device)
     value = value.to(parameter.device)
-    # None: no rank sends its tensor, because every rank has read the whole one
+    # no rank sends its tensor, because every rank has read the whole one
     return distribute_tensor(value, parameter.device_mesh, parameter.placements, src_data_rank=None)
 
 

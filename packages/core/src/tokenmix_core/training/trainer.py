@@ -173,7 +173,7 @@ def training_arguments(recipe: Recipe, output_dir: Path) -> TrainingArguments:
         fsdp=True if sharded else None,  # type: ignore[arg-type]
         fsdp_config={"version": 2, "state_dict_type": "FULL_STATE_DICT"} if sharded else None,
         ddp_find_unused_parameters=False,
-        # False: rank 0 would otherwise overwrite the statistics that other ranks gather in buffers
+        # do not broadcast: rank 0 would otherwise overwrite the statistics that other ranks gather in buffers
         ddp_broadcast_buffers=False,
         average_tokens_across_devices=True,
         train_sampling_strategy="sequential",
@@ -233,7 +233,7 @@ def build_trainer(
 
     If `progress`, the trainer reports its progress on the terminal.
     """
-    # made first, because the arguments initialise torch.distributed
+    # make the arguments first, because they initialise torch.distributed
     args = training_arguments(recipe, output_dir)
     tokenizer = load_tokenizer(recipe.data.tokenizer)
     with args.main_process_first(desc="corpora"):
