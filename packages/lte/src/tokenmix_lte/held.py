@@ -110,7 +110,8 @@ def _joined(rule: Retention, tokens: Tokens, span: Span, held: Held) -> _Packed:
         raw = scored.filled(held.raw[scored.rows, scored.positions % reach], raw)
         of_scored = values[join.origin[scored.rows] + scored.positions]
         logits = rule.logits(raw[None], of_scored[None], cu_seqlens=scored.cu_seqlens)[0].detach()
-        # the scorer does not get the tokens before the first ones here: take these first tokens' scores from the state
+        # the scorer reads each sequence's tokens from its last `reach` past ones on; the first ones lack their context,
+        # so their scores and those of earlier tokens are taken from `known`
         first = before - newest + torch.where(newest == before, 0, rule.context[0])
         is_new = (join.positions >= first[join.rows]).unsqueeze(1) & ~is_front
         at = (scored.origin[join.rows] + join.positions).clamp(0, max(0, len(logits) - 1))
@@ -128,7 +129,7 @@ def _joined(rule: Retention, tokens: Tokens, span: Span, held: Held) -> _Packed:
 def _ring(
     origin: Int[Tensor, "N"], totals: Int[Tensor, "N"], size: int, tokens: int
 ) -> tuple[Int[Tensor, "N size"], Bool[Tensor, "N size"]]:
-    """Return, for each entry of rings of the newest tokens, the packed index of its token and whether it has one."""
+    """For ring buffers of the newest tokens, return each entry's packed token index and whether it has a token."""
     last = totals.unsqueeze(1) - 1
     position = last - (last - torch.arange(size, device=totals.device)) % max(1, size)
     return (origin.unsqueeze(1) + position).clamp(0, tokens - 1), position >= 0

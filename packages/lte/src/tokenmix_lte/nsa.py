@@ -61,7 +61,7 @@ def _attend(
     shift: int = 0,
     cu_seqlens: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute the three branches as one operator for torch.export: traced op by op, the blocks would fix T."""
+    """Compute the three branches as one operator for torch.export: a trace of each operation on blocks would fix T."""
     if pooled_k is None or pooled_v is None:
         pooled_k, pooled_v = (pool_blocks(x, block, cu_seqlens) for x in (k, v))
     packed: dict[str, Any] = {"cu_seqlens": cu_seqlens, "impl": impl}

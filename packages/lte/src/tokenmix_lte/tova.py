@@ -53,8 +53,7 @@ class Tova(Attention):
         ValueError: the reasons given at `Attention`, or `held` is below 1.
     """
 
-    # none: evaluation computes attention by torch operations, so transformers' `attn_implementation` has no kernel to
-    # select
+    # evaluation computes attention by torch operations, so transformers' `attn_implementation` has no kernel to select
     attention_impls: ClassVar[dict[str, str]] = {}
 
     def __init__(

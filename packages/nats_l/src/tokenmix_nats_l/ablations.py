@@ -49,7 +49,7 @@ def _doubled(T: int, C: int, cu_seqlens: Tensor | None) -> _InRows | _Packed:
 
 
 class _Chunks:
-    """Base class of the index maps that duplicate chunks, in rows or in packed sequences."""
+    """Base class of the index maps that duplicate the chunks of rows or of packed sequences."""
 
     in_chunks: Callable[[Tensor], Tensor]
     in_order: Callable[[Tensor], Tensor]
@@ -119,7 +119,7 @@ class _Packed(_Chunks):
         return moved(x.flatten(0, 1), self.slots, self.chunks.flatten(), holes=True).unsqueeze(0)
 
     def rounds(self, slots: int, device: torch.device) -> list[Int[Tensor, "sequences"]]:
-        """Return chunk indices as in `_InRows.rounds`, longest sequences first: only a round's last sequences end."""
+        """Return chunk indices as in `_InRows.rounds`, longest sequences first, so that the last ones end first."""
         boundaries = self.cu_seqlens.tolist()
         first = [
             (start // self.C + n, cdiv(end - start, self.C)) for n, (start, end) in enumerate(pairwise(boundaries))

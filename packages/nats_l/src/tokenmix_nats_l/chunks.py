@@ -86,7 +86,7 @@ def learned_types(scores: Float[Tensor, "B slots two_H"], threshold: ShareThresh
         both = both - torch.stack((torch.zeros_like(threshold.threshold), threshold.threshold))
     of_linear, of_softmax = both.softmax(-2).unbind(-2)
     margin = (both[..., 1, :] - both[..., 0, :]).detach()
-    # a comparison: torch.argmax with one_hot would wait for the device
+    # compare scores, because torch.argmax with one_hot would wait for the device
     softmax = (of_softmax > of_linear).to(both.dtype)
     linear = 1 - softmax
     if not torch.is_grad_enabled():

@@ -231,7 +231,7 @@ def _close(
     retain(layer, state, state.open_keys.value, state.open_values.value, take.unsqueeze(1), known)
     if rows is None:
         rows = torch.ones(len(start), dtype=torch.bool, device=start.device)
-    # copy: decoding steps overwrite the running state
+    # keep a copy, because decoding steps overwrite the running state `recurrent`
     state.start.put(torch.where(rows[:, None, None, None], recurrent, start))
     state.recurrent.put(recurrent)
     state.decay.put(decay.masked_fill(rows.unsqueeze(-1), 0.0))

@@ -81,9 +81,10 @@ class NatsL(Mixer):
         own_chunk: operations by which a token sees earlier tokens of its own chunk: "both", "softmax" or "linear"
             (Table 4, *SAttn Out* and *GDN Out*).
         decay: whether the state decays over softmax chunks; if False (*w/o LAttn Decay*), softmax chunks leave the
-        state unchanged. norm: whether to normalise the outputs of "each" operation or only their "sum" (*w/o Attn
-        Norm*). weights: the input of the operations' weights: "queries", the layer's "inputs" (*Weights From X*), or
-        "none". softmax_share: fraction of softmax chunks that each head should have; a threshold adapts to it
+            state unchanged.
+        norm: whether to normalise the outputs of "each" operation or only their "sum" (*w/o Attn Norm*).
+        weights: the input of the operations' weights: "queries", the layer's "inputs" (*Weights From X*), or "none".
+        softmax_share: fraction of softmax chunks that each head should have; a threshold adapts to it
             (`ShareThreshold`).
         budget: target of the mean *probability* of softmax in an auxiliary loss; the fraction may differ widely from
             it. None for no such loss. The paper has neither `softmax_share` nor `budget`.
@@ -308,8 +309,8 @@ class NatsL(Mixer):
         assert self.score_proj is not None
         if self.threshold is not None:
             means = means - self.threshold.center
-        # float32 even under autocast: otherwise a chunk with nearly equal scores could get another type in decoding
-        # than in a prompt
+        # compute in float32 even under autocast: otherwise a chunk with nearly equal scores could get another type in
+        # decoding than in a prompt
         with torch.autocast(means.device.type, enabled=False):
             if is_plain_linear(self.score_proj):
                 return learned_types(F.linear(means, self.score_proj.weight.to(means.dtype)), self.threshold)

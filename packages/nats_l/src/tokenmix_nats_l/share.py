@@ -122,7 +122,7 @@ def adapt_thresholds(model: nn.Module, *, processes: int = 1) -> None:
     modules = [module for module in model.modules() if isinstance(module, ShareThreshold)]
     if not modules:
         return
-    # one all-reduce for all layers together
+    # use one all-reduce for all layers together
     gathered = torch.cat([torch.cat((m.sums.flatten(), m.inputs)) for m in modules])
     if processes > 1:
         dist.all_reduce(gathered)

@@ -43,7 +43,7 @@ class SteerShares(TrainerCallback):
     def _gather(self, model: nn.Module, args: Any, output: Any) -> None:
         # `auxiliary` lacks the fractions if the batch has only padding
         if model.training and self._sums is not None and "softmax_share" in (output.auxiliary or {}):
-            # one tensor, or a tuple if layers have different head counts
+            # these entries are one tensor, or a tuple if layers have different head counts
             chunks = torch.stack([count.float() for count in output.auxiliary["chunks"]])
             shares = [x.float() * count for x, count in zip(output.auxiliary["softmax_share"], chunks, strict=True)]
             self._sums += torch.cat((*shares, chunks))

@@ -1,4 +1,4 @@
-"""Two ablations of Table 6 of the paper: a weighted sum of slots and window; no token shift. Also the slots' share.
+"""Two ablations of the paper's Table 6 (weighted sum of slots and window; no token shift), and the slots' share.
 
 For the weighted sum, the fused operation computes the slots' output with `window=0`. Without the token shift, slots and
 window may hold the same token, which the fused operation does not support. Plain PyTorch then computes it on every

@@ -35,7 +35,7 @@ class NhaConfig(HybridConfig):
 
     Args:
         random_windows: window sizes; training draws one of them for each NHA layer and step (Figure 4). None trains
-        with the layers' own windows.
+            with the layers' own windows.
 
     Raises:
         ValueError: the reasons of `HybridConfig`, or `random_windows` is empty or contains an invalid window.

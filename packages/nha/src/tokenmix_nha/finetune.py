@@ -44,7 +44,7 @@ def finetune(checkpoint: str, stage: int, *, rank: int = 16) -> Recipe:
         name=f"finetune-stage{stage}",
         description="attention alone, FFN frozen" if stage == 1 else f"LoRA of rank {rank} on everything",
         model={},
-        # another seed per stage, so that stage 2 reads the rows in another order than stage 1
+        # use another seed per stage, so that stage 2 reads the rows in another order than stage 1
         data=DataRecipe(sources=["data/slimpajama"], seq_len=2048, documents="joined", data_seed=41 + stage),
         optimizer=OptimizerRecipe(
             total_tokens=Tokens("5B"),

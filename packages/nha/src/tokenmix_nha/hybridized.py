@@ -55,7 +55,7 @@ from tokenmix_nha.model_windows import nha_mixers
 
 
 class HybridizedModel(ChoosesAttention, CheckedLoading):
-    """Mixin before transformers' backbone: replaces its attention, removes padding, and uses `HybridCache`."""
+    """Base class to list before a backbone: replaces its attention, removes padding, and uses `HybridCache`."""
 
     layers: nn.ModuleList
     config: Any
@@ -115,7 +115,7 @@ class HybridizedModel(ChoosesAttention, CheckedLoading):
         rotary = Rotation(*(x[..., : x.shape[-1] // 2].float() for x in (cos, sin)))
         out = super().forward(  # type: ignore[misc]
             inputs_embeds=packed if rows is None else hidden,
-            # a placeholder mask, because transformers passes a 4D mask through unchanged; the NHA layers ignore it
+            # pass a placeholder mask, which the NHA layers ignore: transformers passes a 4D mask on unchanged
             attention_mask=packed.new_empty(1, 1, 1, 1),
             position_ids=call.position_ids,
             use_cache=cache is not None,
@@ -147,7 +147,7 @@ class HybridizedModel(ChoosesAttention, CheckedLoading):
 
 
 class HybridizedForCausalLM(GeneratesInSteps, ChoosesAttention, CheckedLoading):
-    """Mixin before transformers' language model: it has a backbone with NHA, and generates with `HybridCache`."""
+    """Base class to list before a language model: gives it a backbone with NHA, and generates with `HybridCache`."""
 
     model_class: ClassVar[type]
     model: Any
@@ -159,7 +159,7 @@ class HybridizedForCausalLM(GeneratesInSteps, ChoosesAttention, CheckedLoading):
     def __init__(self, config: Any):
         requested = config._attn_implementation
         super().__init__(config)  # type: ignore[call-arg]
-        # restore the request, because the constructor of transformers' backbone has overwritten it with a default
+        # restore the requested implementation: the constructor of transformers' backbone has replaced it by a default
         config._attn_implementation = requested
         self.model = self.model_class(config)
         self.loss_function = functools.partial(_loss, self.loss_function)

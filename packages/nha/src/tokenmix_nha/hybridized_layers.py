@@ -94,7 +94,7 @@ class HybridizedAttention(NhaMixer):
 
 
 class AddsBeforeNorm:
-    """Mixin before transformers' decoder layer: fuses the residual additions with other operations.
+    """Base class to list before transformers' decoder layer: fuses the residual additions with other operations.
 
     The kernel of the norm after attention adds attention's output to the residual stream. The MLP gets the stream as an
     argument and adds its own output to it.

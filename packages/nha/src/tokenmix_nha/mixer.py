@@ -268,7 +268,7 @@ class NhaMixer(Mixer):
         return o
 
     def _attend_plainly(self, heads: Heads, call: Call) -> Float[Tensor, "B T HQ V"]:
-        """Return the outputs of softmax attention to the window; a full window has M zero keys if there are slots."""
+        """Return the outputs of softmax attention to the window; with slots, M zero keys precede a full window."""
         q, k, v = heads.q, heads.k, heads.v
         if call.state is None and self.slots and current_shard() is None and not is_exporting():
             # the fused operation adds the zero keys: log-gates of 0 let no token enter the slots, which stay zero

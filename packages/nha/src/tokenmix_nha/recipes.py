@@ -244,6 +244,6 @@ RECIPES: dict[str, Callable[[], Recipe]] = {
     **{f"gsa-hybrid-{size}": partial(gsa, size, hybrid=True) for size in SIZES},
     **{f"nha-340m-{name}": partial(ablation, name) for name in ABLATIONS},
     **{f"recall-{kind}-{size}": partial(recall, kind, size) for size, kinds in RECALL.items() for kind in kinds},
-    # without windows of 0, since recall is hard to learn with them
+    # leave out windows of 0, since recall is hard to learn with them
     "recall-nha-100m-random": lambda: drawn(recall("nha", "100m"), [32, FULL]),
 }

@@ -154,7 +154,7 @@ def score_of(task: str, result: SuiteResult) -> float:
     values = [row["accuracy"] for row in rows if "accuracy" in row] or [
         row["value"] for row in rows if row.get("task") in RULER or (row.get("task"), row.get("metric")) in measures
     ]
-    # only the loss of the model itself over all positions, not that over some positions or of the bigram baseline
+    # use only the model's own loss over all positions, not losses over some positions or of the bigram baseline
     values = values or [-row["loss"] for row in rows if (row.get("predictor"), row.get("position")) == ("model", "all")]
     if not values:
         raise ValueError(f"--task {task}: this suite gives no accuracy and no loss to choose by")

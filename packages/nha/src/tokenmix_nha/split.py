@@ -79,7 +79,7 @@ def _state_before(
         tokens = joined[:, end - span.tail : end]
         if span.through:
             tokens = torch.cat((before, tokens), 1)
-        # only the tokens that leave the window inside the span
+        # keep only the tokens that leave the window inside the span
         tokens = tokens[:, : max(0, tokens.shape[1] - window)]
         parts = [x.unflatten(-1, y.shape[2:]) for x, y in zip(tokens.split(sizes, -1), given, strict=True)]
         gates = parts[2]
@@ -112,8 +112,7 @@ def _after(log_gates: Tensor, weights: Tensor, values: Tensor) -> tuple[Tensor, 
     for first in range(0, g.shape[1], _BLOCK):
         rows = slice(first, first + _BLOCK)
         found = found + torch.einsum("bthr,bthc->bhrc", weights[:, rows].to(wide), values[:, rows].to(wide))
-    # add zeros that depend on the inputs even without tokens: all ranks must join the communication of the backward
-    # pass
+    # even without tokens add zeros that depend on the inputs: all ranks must join the backward pass's communication
     found = found + weights[:, :0].sum() + values[:, :0].sum().to(wide)
     return total.exp().unsqueeze(-1), found
 
@@ -138,7 +137,7 @@ def chunk_gla(
     sequence_shard: SequenceShard | None = None,
     **options: Any,
 ) -> ScanOutput:
-    """Apply `ops.chunk_gla`, also to split sequences; these start from zero, and their final state is this rank's."""
+    """Apply `ops.chunk_gla`, also to split sequences; these start from zero, and return this rank's final state."""
     shard = require_shard("chunk_gla", sequence_shard, cu_seqlens)
     if shard is None:
         return ops.chunk_gla(q, k, v, g, initial_state=initial_state, cu_seqlens=cu_seqlens, **options)

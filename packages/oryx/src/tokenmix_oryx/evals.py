@@ -104,7 +104,7 @@ def cross_ruler_niah_suite(model: Any, tokenizer: Any, options: EvalOptions) -> 
 
 
 def _before_question(tokenizer: Any, context: str, prompt: str) -> PromptMode:
-    """Return a function of a prompt: tokens before RULER's question have the mode `context`, all others `prompt`."""
+    """Return a function of a prompt that gives tokens before RULER's question the mode `context`, others `prompt`."""
 
     def modes(input_ids: Int[Tensor, "B T"]) -> Bool[Tensor, "B T"]:
         boundaries = [_question_start(tokenizer, row) for row in input_ids.tolist()]

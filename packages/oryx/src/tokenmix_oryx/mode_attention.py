@@ -31,7 +31,8 @@ def attend(
     shard = current_shard()
     if shard is None or mode.rows is None:
         return selected_attention(q, k, v, mode.attention, cu_seqlens=cu_seqlens, impl=impl)
-    # exchange: each rank gets whole rows of some heads, because tokens in attention mode are unevenly spread over ranks
+    # exchange tensors so that each rank gets whole rows of some heads: tokens in attention mode are unevenly spread
+    # over ranks
     heads = HeadExchange(shard, q.shape[2], "selected_attention")
     q, k, v = heads.to_heads(q, k, v)
     boundaries = shard.row_cu_seqlens(q.device)

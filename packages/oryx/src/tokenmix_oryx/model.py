@@ -171,7 +171,7 @@ class OryxForCausalLM(HybridForCausalLM):
         keep_kv: bool | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Generate with transformers' `generate`, whose arguments it takes, and:
+        """Generate with transformers' `generate`; take its arguments and the following ones.
 
         Args:
             mode: mode of prompt and generated tokens.

@@ -31,7 +31,7 @@ BY_ROW = {"modes": "each row's"}
 
 
 def switch_schedules(length: int, chunk_size: int) -> dict[str, dict[str, Schedule]]:
-    """Return schedules by plot and curve: one switch, several, or some inside chunks; either mode comes first once."""
+    """Return schedules by plot and curve: one switch, several, or switches inside chunks; either mode is first."""
     quarter = max(chunk_size, length // 4 // chunk_size * chunk_size)
     off = quarter + chunk_size // 3 + 1
     if length <= off + 1:

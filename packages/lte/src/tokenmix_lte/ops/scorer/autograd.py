@@ -44,7 +44,7 @@ def _backward(given: BackwardInputs) -> list[Tensor]:
     (dz2,), dw3, dbias3 = layer_backward(x, sizes, layer=2, inputs=(z2,), dz=dz3, w=x.w3)
     (dz1,), dw2, dbias2 = layer_backward(x, sizes, layer=1, inputs=(z1,), dz=dz2, w=x.w2)
     (dk, dv), dw1, dbias1 = layer_backward(x, sizes, layer=0, inputs=(x.k, x.v), dz=dz1, w=x.w1)
-    # copies, because both are views of one tensor, and outputs of an operator must not share memory
+    # copy both, because they are views of one tensor, and outputs of an operator must not share memory
     linear_grads = (t.clone(memory_format=torch.contiguous_format) for t in (dweight, dbias))
     grads = dk, dv, dw1, dbias1, dw2, dbias2, dw3, dbias3, *linear_grads
     grads = [grad.to(t.dtype) for grad, t in zip(grads, given.inputs[:_DIFFERENTIABLE], strict=True)]

@@ -64,7 +64,7 @@ def scorer_kernel(
     B3: tl.constexpr, TAPS: tl.constexpr, FIRST: tl.constexpr, STEP: tl.constexpr, DROPOUT: tl.constexpr,
     GRADIENTS: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
-    """Compute the logits of the inner tokens of a tile of BT tokens; with GRADIENTS, what the layers' backward reads.
+    """Compute the logits of the inner tokens of a tile of BT tokens; with GRADIENTS, the inputs of the backward.
 
         tokens of a tile:   | before | OWN tokens whose logits it stores | after |   before + after = 2 SPAN
         layer 1, from k and v   BT valid rows          layers read rows t + FIRST, t + FIRST + STEP, …,

@@ -31,7 +31,8 @@ class Lists(NamedTuple):
         listed: the pairs of each row and head, sorted by block; pair s of query t is the number t · S + s.
         ends: `[B · H · U]`, end of each block's list in `listed`, by row, head and block.
         masked: `[B · H · U]`, number of pairs at the start of each block's list whose queries may not see all its keys.
-        owners: for each program, the index of the (row, head, block) of whose list it processes a split.
+        owners: for each program, the index of the (row, head, block) that it works on: it processes a split of this
+            block's list.
     """
 
     slots: Tensor

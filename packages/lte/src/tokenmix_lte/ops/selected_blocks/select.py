@@ -156,7 +156,7 @@ def _select_blocks(
     m_q = o_q < T
     o_q = tl.minimum(o_q, T - 1)
     b_own, _ = _own_blocks(first + o_q, N, cu_seqlens, BLOCK, PACKED)
-    # no candidates for invalid rows
+    # invalid rows get no candidates
     b_all = tl.where(m_q, tl.maximum(b_own - 2, 0), 0)
     b_most = tl.minimum(b_all, count - 3)
     p_a = _query_pointers(attention, i_bh, t, T, W + 2 * S, BQ)[:, None]

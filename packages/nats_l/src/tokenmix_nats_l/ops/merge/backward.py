@@ -11,7 +11,7 @@ from tokenmix_core.chunking import cdiv
 from tokenmix_core.kernels import cached_launch, sm_count
 from tokenmix_nats_l.ops.merge.forward import inverse_rms, shares, tile
 
-# elements of a tensor in a tile: 2,048 would take 254 registers per thread, which halves the occupancy
+# number of elements of each tensor in a tile: 2,048 would take 254 registers per thread, which halves the occupancy
 _ELEMENTS = 1024
 # number of programs per SM
 _PROGRAMS = 8

@@ -54,7 +54,7 @@ def chunk_gla(
 
     Raises:
         ValueError: shapes, dtypes, devices, head counts or cu_seqlens do not fit; the message names the argument with
-        its actual and its expected value.
+            its actual and its expected value.
     """
     op = "chunk_gla"
     dims = bind_shapes(op, {}, q=(q, "B T HQ K"), k=(k, "B T H K"), v=(v, "B T H V"), g=(g, "B T H K"))

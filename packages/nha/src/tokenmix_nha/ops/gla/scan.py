@@ -52,7 +52,7 @@ class GatedScan:
         self.x = _chunks(x, self.chunk)
         w, g = _chunks(w, self.chunk), _chunks(g, self.chunk)
         self.decay = g.cumsum(2).exp()
-        # the weight of token j at token t of each chunk: [N, chunks, t, j, H, M]
+        # the weight of token j in the state at token t, for the tokens of each chunk: [N, chunks, t, j, H, M]
         self.weight = _between(g) * w[:, :, None]
         added = torch.einsum("ncjhm,ncjhd->nchmd", self.weight[:, :, -1], self.x)
         self.before, self._last = _states(g.sum(2), added, state)

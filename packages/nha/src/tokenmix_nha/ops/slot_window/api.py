@@ -89,7 +89,7 @@ def slot_window_attention(
 
     Raises:
         ValueError: shapes, dtypes, devices, head counts, window or cu_seqlens do not fit; the message names the
-        argument with its actual and its expected value.
+            argument with its actual and its expected value.
     """
     op = "slot_window_attention"
     if initial_state is not None and not isinstance(initial_state, SlotWindowState):

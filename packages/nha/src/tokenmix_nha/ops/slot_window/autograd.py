@@ -160,7 +160,7 @@ def _save(ctx, inputs, output) -> None:
     x, out = Inputs(*inputs), Outputs(*output)
     ctx.options = dict(before=x.before, window=x.window, scale=x.scale, impl=x.impl)
     ctx.initial = x.slots_k is not None
-    # otherwise torch would allocate zero gradients for all outputs, even for the buffer of saved activations
+    # otherwise torch would allocate zeros as gradients of all unused outputs, even of the buffer of saved activations
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(x.q, x.k, x.v, x.f, x.q_slots, x.k_slots, x.start, x.cu_seqlens, out.o, out.saved)
 

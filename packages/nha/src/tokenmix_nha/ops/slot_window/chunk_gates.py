@@ -65,7 +65,7 @@ def slot_gates_kernel(
         b_count = tl.load(splits + tile + o_h, mask=o_h < H, other=0)
         if tl.max(b_count, 0) == 0:
             return
-    # no LICM: heads share indices, which would spill registers if they were computed before the loop
+    # disable loop-invariant code motion (LICM): indices that all heads share would be held, and registers would spill
     for i in tl.range(HEADS, disable_licm=True):
         if (tl.sum(tl.where(o_h == i_h + i, b_count, 0), 0) > 0) & (i_h + i < H):
             p_f = f + (begin * H + i_h + i) * SLOTS

@@ -47,7 +47,7 @@ def each_head_of_keys(body: tl.constexpr, x, at, c):
     if c.STRONG:  # noqa: SIM102
         if not _any_strong(tl.program_id(0), i_h, at, c):
             return
-    # no LICM: heads share indices, which would spill registers if they were computed before the loop
+    # disable loop-invariant code motion (LICM): indices that all heads share would be held, and registers would spill
     for i in tl.range(c.HEADS, disable_licm=True):
         if i_h + i < at.H:
             chunk = _locate_keys(tl.program_id(0), i_h + i, at, c)
@@ -75,7 +75,7 @@ def each_head_of_queries(body: tl.constexpr, x, at, c):
     oldest = 0
     if at.start is not None:
         oldest = tl.load(at.start + i_n)
-    # no LICM: heads share indices, which would spill registers if they were computed before the loop
+    # disable loop-invariant code motion (LICM): indices that all heads share would be held, and registers would spill
     for i in tl.range(c.HEADS, disable_licm=True):
         count = tl.sum(tl.where(o_h == i_h + i, b_count, 0), 0)
         if ((count > 0) == c.STRONG) & (i_h + i < HQ):

@@ -31,7 +31,7 @@ class ScanConfig(NamedTuple):
 # minimum number of slots in a memory tile of 16-bit kernels, masked padding included (see `slot_tile`), if slots and
 # window use the same keys and GROUP is 1
 _MIN_TILE = 32
-# minimum slots of a tile in memory if the slots have separate keys, or a key head has several query heads
+# minimum number of slots in a memory tile if the slots have keys of their own, or a key head has several query heads
 _MIN_TILE_GENERAL = 64
 # number of slots in a register tile of 16-bit Triton kernels
 _SLOT_TILE = 64
@@ -62,7 +62,7 @@ def chunk_size(dtype: torch.dtype) -> int:
 
 def tile(slots: int, window: int, dtype: torch.dtype) -> Tile:
     """Return the tile sizes of the kernels that have one program per chunk."""
-    # one pipeline stage: a second stage for the window's tiles would leave one CTA per SM instead of two
+    # use one pipeline stage: a second stage for the window's tiles would leave one CTA per SM instead of two
     BT = chunk_size(dtype)
     BM = min(slots, _SLOT_TILE) if dtype == torch.float32 else _SLOT_TILE
     return Tile(BT, BM, min(BT, 32 if window <= 32 else 64), 4, 1)

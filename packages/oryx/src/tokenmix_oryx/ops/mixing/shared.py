@@ -25,7 +25,7 @@ def _shared_forward(
     x, weight, cos, sin, y, rotated, cu_seqlens, stride_x, angles, T, N, H,
     K: tl.constexpr, W: tl.constexpr, BT: tl.constexpr, BU: tl.constexpr, SILU: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
-    """Loop over BT tokens of a head, BU per iteration; registers hold the last W inputs of each channel."""
+    """Convolve BT tokens of a head, BU per iteration, and rotate the results; registers hold the last W inputs."""
     HALF: tl.constexpr = K // 2
     i_h = tl.program_id(0) % H
     _, begin, length, first = locate_chunk(tl.program_id(0) // H, T, BT, N, cu_seqlens, PACKED)
@@ -88,7 +88,7 @@ def _shared_backward(
     K: tl.constexpr, W: tl.constexpr, BU: tl.constexpr, SILU: tl.constexpr, ROTATE_LINEAR: tl.constexpr,
     PACKED: tl.constexpr,
 ):  # fmt: skip
-    """Loop over BT tokens of a head, BU per iteration, like the backward of core's convolution.
+    """Compute the gradients for BT tokens of a head, BU per iteration, like the backward of core's convolution.
 
     The gradient of the convolution's outputs is the sum of both mixers' gradients; if there are angles, attention's
     gradient (with ROTATE_LINEAR, both gradients) is first rotated back.

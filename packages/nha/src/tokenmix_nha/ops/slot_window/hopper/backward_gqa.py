@@ -86,7 +86,7 @@ def add_window_of_heads(b_dk, b_dv, s_q, s_do, s, p, w, o_q, GROUP: gl.constexpr
     square: gl.constexpr = mma_layout(64, 4)
     col: gl.constexpr = gl.SliceLayout(0, square)
     o_j = gl.arange(0, 64, col)
-    # one element per thread until the vectors are broadcast: this saves registers
+    # a thread holds one element until the vectors are broadcast: this saves registers
     o_l = o_q + gl.arange(0, 64, gl.BlockedLayout([1], [32], [4], [0]))
     m_l = (o_l >= 0) & (o_l < w.length)
     for i in range(GROUP):
