@@ -20,7 +20,7 @@ class Claim(NamedTuple):
     Attributes:
         name: short name of the paper, and number of the claim.
         text: the claim in words.
-        task, division (of `DIVISIONS`), metric: the value by which two variants are compared.
+        task, division, metric: names that select the value by which two variants are compared.
         subject, baseline: the two variants that are compared.
         bound: difference (subject − baseline) beyond which the claim holds; negative if lower values are better.
         shown: how the paper supports the claim.

@@ -69,8 +69,7 @@ class Comparison:
     Attributes:
         size: the settings of all runs.
         results: folder with the results of all sizes.
-        divisions, contestants, tasks: names that select a part of the size; an empty one selects all that the size
-        names.
+        divisions, contestants, tasks: names that select a part of the size; if empty, all that the size names.
     """
 
     size: Size

@@ -62,7 +62,7 @@ class Recipe(NamedTuple):
     """All choices that determine the corpus, besides the packages.
 
     Attributes:
-        held_out: patterns for the names of held-out documents.
+        held_out: regular expressions of the names of held-out documents.
         vocabulary: size of the vocabulary, special tokens included.
         least_held_out: minimum number of bytes that must be held out.
     """

@@ -204,7 +204,7 @@ def measure_costs(run: CostRun, comparison: Comparison, *, commit: str) -> bool:
 
 
 def _random_model(run: CostRun, size: Size) -> Any:
-    # any task, rate and seed: speed does not depend on them
+    # take any task, rate and seed, because speed does not depend on them
     task = next(iter(size.tasks or TASKS))
     settings = recipe(run.contestant, run.division, task, size, size.rates[0], size.tuning_seed)
     device, dtype = device_and_dtype()

@@ -97,7 +97,7 @@ def _replicates(seeds: Sequence[Groups], side: int) -> tuple[np.ndarray, float |
 
 @lru_cache(maxsize=64)
 def _draws(n: int, stream: int) -> np.ndarray:
-    """Return the weight of each item in each replicate: how often n − 1 draws with replacement select it / (n − 1)."""
+    """Return each item's weight in each replicate: the fraction of n − 1 draws with replacement that select it."""
     if n == 1:
         return np.ones((rules.REPLICATES, 1))
     generator = np.random.default_rng([rules.GENERATOR_SEED, stream + 2])
@@ -136,7 +136,7 @@ def wilson(successes: int, trials: int) -> tuple[float, float]:
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
-    """Return, for each hypothesis, the level at which Holm's procedure tests it; 0 after the first not rejected."""
+    """Return, for each hypothesis, the level at which Holm's procedure tests it; 0 after one is not rejected."""
     order = sorted(range(len(p_values)), key=lambda i: p_values[i])
     levels, rejecting = [0.0] * len(p_values), True
     for rank, i in enumerate(order):

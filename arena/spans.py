@@ -44,7 +44,7 @@ class Hashes:
         self.data = np.frombuffer(text, np.uint8)
         _powers.reserve(len(text) + 1)
         self._sums = np.zeros(len(text) + 1, np.uint64)
-        # plus one: zero bytes must also contribute to the hash
+        # add one, so that zero bytes also contribute to the hash
         np.cumsum((self.data + np.uint64(1)) * _powers.of_base[: len(text)], out=self._sums[1:])
 
     def spans(self, starts: Int[np.ndarray, "n"], ends: Int[np.ndarray, "n"]) -> UInt64[np.ndarray, "n"]:

@@ -105,7 +105,7 @@ TASKS = {
             TEXT,
             "Text",
             lambda s: VOCABULARY if s.corpus else BYTE_VOCAB,
-            # joined documents: the evaluation beyond T tokens also joins them
+            # join documents, because the evaluation beyond T tokens also joins them
             lambda s: DataRecipe(
                 sources=[CORPUS if s.corpus else "stdlib"],
                 tokenizer=CORPUS if s.corpus else "bytes",
@@ -198,7 +198,7 @@ def recipe(name: str, division: str, task: str, size: Size, rate: float, seed: i
             seed=seed,
             dataloader_num_workers=size.dataloader_workers,
             logging_steps=max(1, size.steps // 100),
-            # one checkpoint at the end; a run that reaches the time limit writes another one
+            # write one checkpoint at the end; a run that reaches the time limit writes another one
             save_steps=size.steps,
             save_total_limit=1,
         ),

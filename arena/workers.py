@@ -185,7 +185,7 @@ def make_workers(count: int, gpus: Sequence[str], deadline: float) -> list[Inlin
     if count == 1 and not gpus and deadline == math.inf:
         return [InlineWorker()]
     names = gpus or _visible_gpus()
-    # one CPU core for each of several concurrent workers
+    # give each of several concurrent workers one CPU core
     shared = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"} if count > 1 else {}
     assigned = [{"CUDA_VISIBLE_DEVICES": names[i % len(names)]} if names else {} for i in range(count)]
     return [ProcessWorker(shared | gpu) for gpu in assigned]
