@@ -38,7 +38,7 @@ QUICK = {
     "core: norms": "sm_100",
     "lte: sum of branches": "sm_120",
 }
-# calls that need more shared memory than a chip has in any tile; they raise a ValueError with the workaround
+# calls whose smallest tiles need more shared memory than a chip has; they raise a ValueError with the workaround
 REFUSED = {"gated delta rule, heads of 256, float32", "lte: scorer in torch.float32"}
 
 
@@ -139,7 +139,7 @@ def calls() -> dict[str, Callable[[], object]]:
         module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
         found |= {f"{package}: {name}": call for name, call in module.CALLS.items()}
-    # attention refuses bfloat16 outside a GPU
+    # outside a GPU, attention does not accept bfloat16
     for dtype in (torch.float16, torch.float32):
         for kind, (call, sizes) in KINDS.items():
             for K in sizes:
@@ -148,7 +148,7 @@ def calls() -> dict[str, Callable[[], object]]:
 
 
 def faults(chip: str, kernels: list[dict], bounds: dict[str, dict]) -> Iterator[str]:
-    """Yield errors of compiled kernels, and those that spill more than their bound."""
+    """Yield a message for each kernel that failed to compile or spills more than its bound."""
     for x in kernels:
         refused = x["call"] in REFUSED and "ValueError" in (x["error"] or "") and "impl='reference'" in x["error"]
         if x["error"] and not refused:
@@ -170,7 +170,7 @@ def summary(kernels: list[dict]) -> dict[str, dict]:
 
 
 def main() -> int:
-    """Do what the arguments say, and return the exit status."""
+    """Run the command and return its exit code."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("chips", nargs="*", help=f"among {', '.join(CHIPS)}; all by default")
     parser.add_argument("--quick", action="store_true")
@@ -193,7 +193,7 @@ def main() -> int:
 
 
 def report(measured: Iterable[tuple[str, list[dict], int]], given: argparse.Namespace) -> int:
-    """Print one line for each chip and fault, write the file if asked to, and return the exit status."""
+    """Print one line for each chip and fault, write the file if asked to, and return the exit code."""
     known = json.loads(FILE.read_text()) if FILE.exists() else {}
     wrong: list[str] = []
     for chip, kernels, missing in measured:
@@ -211,7 +211,7 @@ def report(measured: Iterable[tuple[str, list[dict], int]], given: argparse.Name
 
 
 def quick() -> Iterator[tuple[str, list[dict], int]]:
-    """Yield each chip of `QUICK`, its compiled kernels, and 0; one process compiles for all chips of a maker."""
+    """Yield each chip of `QUICK`, its compiled kernels, and 0; one process compiles for all chips of a vendor."""
     for chips in ([x for x in CHIPS if x.startswith(maker)] for maker in ("sm", "gfx")):
         names = [name for name, on in QUICK.items() if on in chips]
         kernels = compiled_by(__file__, "--quick", "--calls", *names, chip=chips[0])
@@ -221,7 +221,7 @@ def quick() -> Iterator[tuple[str, list[dict], int]]:
 
 
 def swept(chips: Iterable[str], folder: Path, seconds: float, jobs: int) -> Iterator[tuple[str, list[dict], int]]:
-    """Yield each chip, its compiled kernels, with those of earlier runs in a folder, and how many calls are missing."""
+    """Yield each chip, its compiled kernels (those in the folder's logs too), and the number of missing calls."""
     end, names = time.monotonic() + seconds, [*calls()]
     with ThreadPoolExecutor(jobs) as pool:
         started: dict[str, list[Future]] = {}
@@ -239,14 +239,14 @@ def swept(chips: Iterable[str], folder: Path, seconds: float, jobs: int) -> Iter
 
 
 def compiled(names: list[str], chip: str, folder: Path, end: float) -> None:
-    """Compile the kernels of calls in a process of its own, which begins no call after `end`; append to a log."""
+    """Compile the kernels of calls in a separate process, which begins no call after `end`; append results to a log."""
     if (left := end - time.monotonic()) > 0:
         log = folder / f"{chip}.{sha256(names[0].encode()).hexdigest()[:8]}.jsonl"
         compiled_by(__file__, "--seconds", str(left), "--calls", *names, every=True, chip=chip, log=log)
 
 
 def results(folder: Path, chip: str) -> dict[str, list[dict]]:
-    """Return the kernels of each call in the logs of a chip."""
+    """Return the kernels of each call from the logs of a chip."""
     found: dict[str, list[dict]] = {}
     for file in sorted(folder.glob(f"{chip}.*jsonl")):
         for line in file.read_text().splitlines():

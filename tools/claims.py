@@ -1,4 +1,4 @@
-"""Sentences of pages that state measurements, made from the committed rows; `tools/tables.py` writes them.
+"""Make the sentences of pages that state measurements from the committed rows; `tools/tables.py` writes them.
 
 Prose that repeats a table by hand differs from the table after the next measurement. A sentence with measurements
 therefore stands between marks, as tables do.
@@ -44,7 +44,7 @@ def _of_package(name: str) -> list[Row]:
 
 
 def _time(rows: Sequence[Row], **wanted: Any) -> Row:
-    """Return the one row with these values."""
+    """Return the only row that has these values."""
     (found,) = [row for row in rows if all(row[key] == value for key, value in wanted.items())]
     return found
 
@@ -58,7 +58,7 @@ def _pair(low: float, high: float, digits: int = 2) -> str:
 
 
 def _steps() -> str:
-    """State the throughput of whole training steps beside FLA's."""
+    """Return a sentence with the throughput of whole training steps, ours and FLA's."""
     rows = _rows(ROOT / "packages" / "core" / "benchmarks" / "results" / "step" / "nvidia-h100-80gb-hbm3.json")
     parts = []
     for model, recipe in (("Gated DeltaNet", "gdn-380m"), ("Transformer++", "transformer-380m")):
@@ -75,7 +75,7 @@ def _steps() -> str:
 
 
 def _slots() -> str:
-    """State the slot-window operation's time beside its baselines'."""
+    """Return a sentence with the times of the slot-window operation and of FLA's `chunk_gsa`."""
     rows, shapes = _of_package("nha"), [f"B8 T4096 H16 D128 M{slots} w0" for slots in (32, 64)]
     ours, gsa = (
         [_time(rows, shape=shape, impl=impl)["fwdbwd_ms"] for shape in shapes] for impl in ("tokenmix", "FLA chunk_gsa")
@@ -88,7 +88,7 @@ def _slots() -> str:
 
 
 def _gsa() -> str:
-    """State what FLA's `chunk_gsa` takes."""
+    """Return a sentence with the time of FLA's `chunk_gsa`."""
     rows = _of_package("nha")
     found = [_time(rows, shape=f"B8 T4096 H16 D128 M{slots} w0", impl="FLA chunk_gsa") for slots in (32, 64)]
     times = [f"{row['fwd_ms']:.3f} / {row['fwdbwd_ms']:.3f} ms" for row in found]
@@ -99,7 +99,7 @@ def _gsa() -> str:
 
 
 def _decoded(rows: Sequence[Row]) -> str:
-    """State a decoded token of one sequence by its context."""
+    """Return a sentence with the time of one decoded token of one sequence, after short and after long contexts."""
     alone = sorted((row for row in rows if row["batch"] == 1), key=lambda row: row["after"])
     (first, *_, last), model = alone, f"{alone[0]['model'].removeprefix('NHA, ')} {alone[0]['size']}"
     return (
@@ -109,7 +109,7 @@ def _decoded(rows: Sequence[Row]) -> str:
 
 
 def _constant(rows: Sequence[Row]) -> str:
-    """State a decoded token of laLTE by its context."""
+    """Return a sentence with the time of one decoded token of laLTE, after short and after long contexts."""
     long = max((row for row in rows if row["model"] == "laLTE"), key=lambda row: row["after"])
     same = {"model": "laLTE", "batch": long["batch"], "note": long["note"]}
     short = min(
@@ -123,7 +123,7 @@ def _constant(rows: Sequence[Row]) -> str:
 
 
 def _layers() -> str:
-    """State what layers of transformers' families take on our kernels."""
+    """Return a sentence that compares the time of layers of transformers' families on our and on other kernels."""
     rows = _rows(ROOT / "packages" / "core" / "benchmarks" / "results" / "field" / "nvidia-h200.json")
     layers = [row for row in rows if row["op"].startswith("layer of")]
     ours = {(row["op"], row["shape"]): row["fwdbwd_ms"] for row in layers if row["impl"] == "tokenmix"}

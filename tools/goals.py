@@ -1,19 +1,19 @@
-"""The goals that were set before the work, as a table beside the committed measurements."""
+"""Make the table of goals, which were set before the work, and of the committed measurements."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import result_tables
 
-# no shape of a sweep may take longer than this many times the best baseline's time
+# at any shape of a sweep, our time may be at most this many times the best baseline's
 BOUND = 1.1
-# peaks are read in steps of the allocator; less than this is the same
+# the allocator rounds peaks: a difference of at most this many MiB counts as none
 _MEBIBYTE = 1.0
 
 
 @dataclass(frozen=True)
 class Goal:
-    """At most so many milliseconds, or so many times the best baseline's with `of_baseline`; None is no goal."""
+    """Maximum milliseconds or, with `of_baseline`, maximum ratio to the best baseline; None stands for no goal."""
 
     op: str
     shape: str
@@ -40,7 +40,7 @@ GOALS = (
 
 
 def of(rows: Iterable[dict]) -> list[dict]:
-    """The rows of the shapes that have a goal."""
+    """Return the rows of the shapes that have a goal."""
     shapes = {(goal.op, goal.shape) for goal in GOALS}
     return [row for row in rows if (row["op"], row["shape"]) in shapes]
 
@@ -74,7 +74,7 @@ def _line(goal: Goal, name: str, row: dict, key: str, bound: float) -> str:
 
 
 def _memory(pairs: Iterable[dict]) -> str:
-    # causal attention stands beside slot-window attention, but is another operation
+    # leave out causal attention, a baseline of slot-window attention that computes something else
     known = [row for row in pairs if row["peak_mb"] is not None and row["peak_mb_baseline"]]
     known = [row for row in known if row["peak_mb_baseline"][1] != "causal attention"]
     more = [row for row in known if row["peak_mb"] > row["peak_mb_baseline"][0] + _MEBIBYTE]

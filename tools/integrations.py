@@ -13,7 +13,7 @@ OURS, TORCH = result_tables.OURS, "transformers, torch"
 
 
 def tables() -> dict[str, str]:
-    """By mark; nothing where nothing was measured."""
+    """Return the table by its mark; empty if there are no measurements."""
     rows = [row for path in sorted(FOLDER.glob("*.json")) for row in json.loads(path.read_text())]
     return {"speed": _table(rows)} if rows else {}
 
@@ -37,7 +37,7 @@ def _table(rows: list[dict[str, Any]]) -> str:
 
 
 def _order(what: str, shape: str) -> tuple[int, str, int]:
-    """Layers, models, tokens; by family; the larger batch first."""
+    """Return a sorting key: layers, models, then tokens; by family; larger batches first."""
     kind, _, family = what.partition(" of ")
     return ["layer", "model", "one token"].index(kind), family, -int(shape[1:].split()[0])
 

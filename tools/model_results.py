@@ -1,4 +1,4 @@
-"""The tables and figures of documents from the runs kept in `docs/results`; `tools/tables.py` writes them."""
+"""Make tables and figures of documents from the results in `docs/results`; `tools/tables.py` writes them."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ MEASURED = ROOT / "packages" / "core" / "benchmarks" / "results"
 PAIRS = ("linear → linear", "attention → linear", "linear → attention", "attention → attention")
 SWITCHES = ("attention → linear", "linear → attention")
 AFTER = ("0-16", "16-64", "64-128")
-# kept beside NHA's runs; the arena compares mixers
+# models in NHA's results that its table leaves out, because the arena compares mixers
 OTHERS = ("GDN", "Transformer++")
 
 
 def tables() -> dict[str, dict[str, str]]:
-    """By document, the tables that stand between the marks of their names."""
+    """Return, for each document, the tables by the names of their marks."""
     oryx, search = _read("oryx-demo"), _read("search-nha-100m")
     return {
         "oryx.md": {
@@ -42,8 +42,8 @@ def tables() -> dict[str, dict[str, str]]:
 
 
 def draw_plots() -> None:
-    """Draw the figures of documents whose data are kept in `docs/results`."""
-    # these import models, which the tables do not need
+    """Draw the figures of documents from the data in `docs/results`."""
+    # import here, because these modules import models, which the tables do not need
     from tokenmix_core.evaluation.report import draw
     from tokenmix_nha.search import plot_of
 
@@ -66,7 +66,7 @@ def _rows(path: Path) -> list[dict[str, Any]]:
 
 
 def _measured(folder: str) -> list[dict[str, Any]]:
-    """Core's rows of all GPUs, kept beside its benchmarks."""
+    """Return the rows of core's benchmarks in a folder, of all GPUs."""
     return [row for path in sorted((MEASURED / folder).glob("*.json")) for row in _rows(path)]
 
 
@@ -75,7 +75,7 @@ def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def _share(value: float) -> str:
-    """Three digits, without the zero before the point."""
+    """Return a fraction with three digits, without the zero before the point."""
     return f"{value:.3f}".removeprefix("0")
 
 
@@ -84,7 +84,7 @@ def _signed(value: float) -> str:
 
 
 def _recall(tm: Any, tg: Any) -> str:
-    """Accuracy by pairs, TM / TG, for the modes of pairs and queries."""
+    """Return the table of accuracy by number of pairs, TM / TG, for each mode of the pairs and of the queries."""
     found = [
         {(row["modes"], row["pairs"]): row["accuracy"] for row in run["cross-mode-mqar"]["rows"]} for run in (tm, tg)
     ]
@@ -96,7 +96,7 @@ def _recall(tm: Any, tg: Any) -> str:
 
 
 def _switches(runs: Any) -> str:
-    """Loss of each mode alone, and the mean excess over the positions of one switch."""
+    """Return the table of each mode's loss alone, and of the mean excess loss after a switch."""
     rows = []
     for name, run in runs.items():
         family, _, assignment = name.removeprefix("demo-").partition("-")
@@ -111,13 +111,13 @@ def _switches(runs: Any) -> str:
 
 
 def _accuracy(runs: Any) -> str:
-    """Accuracy by pairs of NHA and its parts, with the last loss and the mean over all pair counts."""
+    """Return the table of accuracy by pairs of NHA and its parts, with the last loss and the mean over pairs."""
     pairs = [str(pairs) for pairs, _ in next(iter(runs.values()))["accuracy"]]
     rows = []
     for name, run in runs.items():
         if name in OTHERS:
             continue
-        # kept with four digits; the share of 128 rows' queries that it is of, not to round twice
+        # four digits are stored: restore the exact fraction of the queries in 128 rows before rounding to three digits
         values = [round(value * 128 * n) / (128 * n) for n, value in run["accuracy"]]
         shown = map(_share, (*values, mean(values)))
         rows.append([name, f"{run['parameters']:,}", f"{run['loss'][-1][1]:.3f}", *shown])
@@ -125,14 +125,14 @@ def _accuracy(runs: Any) -> str:
 
 
 def _search(found: Any) -> str:
-    """The best position of each pattern."""
+    """Return the table of each pattern's best position."""
     score = next(key for key in found[0] if key.startswith("mqar:"))
     rows = [[row["pattern"], row["which"] or "none", _share(row[score])] for row in found]
     return _table(["pattern", "full layers, from 0", "accuracy"], rows)
 
 
 def tokens_table(found: Any) -> str:
-    """What a token takes, beside what its bytes take."""
+    """Return the table of the time of a decoded token and the time to read its bytes."""
     rows = [
         [
             f"{row['model']} {row['size']}"
@@ -155,7 +155,7 @@ def tokens_table(found: Any) -> str:
 
 
 def _prompts(found: Sequence[dict[str, Any]]) -> str:
-    """What a prompt takes to be read, beside baselines."""
+    """Return the table of the time to read a prompt, for our models and baselines."""
     rows = [
         [
             row["op"].rpartition(", ")[2],
@@ -173,7 +173,7 @@ def _prompts(found: Sequence[dict[str, Any]]) -> str:
 
 
 def _passes(found: Sequence[dict[str, Any]]) -> str:
-    """Attention's forward pass and gradients by whose they are, a row for each shape."""
+    """Return the table of attention's forward and backward times by implementation, one row per shape."""
     impls = dict.fromkeys(row["impl"] for row in found)
     times = {(row["op"], row["shape"], row["impl"]): row for row in found}
 
@@ -190,7 +190,7 @@ def _passes(found: Sequence[dict[str, Any]]) -> str:
 
 
 def _decode(found: Sequence[dict[str, Any]]) -> str:
-    """A token of the Transformer++ beside transformers' Llama of its sizes, where both ran in a process of one GPU."""
+    """Return the table of a Transformer++ token and one of a Llama of equal sizes, where one GPU has measured both."""
     models: dict[tuple[str, str, str], dict[str, dict[str, Any]]] = {}
     for row in found:
         if row["op"].startswith("decoding"):
@@ -208,7 +208,7 @@ def _decode(found: Sequence[dict[str, Any]]) -> str:
 
 
 def _forwards(found: Sequence[dict[str, Any]]) -> str:
-    """The gated delta rule's forward pass alone by implementation, a column for each shape."""
+    """Return the table of the gated delta rule's forward times by implementation, one column per shape."""
     shapes = list(dict.fromkeys(row["shape"] for row in found))
     times = {(row["impl"], row["shape"]): f"{row['median_ms']:.3f}" for row in found}
     impls = dict.fromkeys(row["impl"] for row in found)

@@ -46,7 +46,7 @@ def filled(template: Path, name: str) -> str:
     """Return a template with the operation's name."""
     title = "".join(word.title() for word in name.split("_"))
     text = template.read_text(encoding="utf-8").replace("OP_NAME", name).replace("OP_TITLE", title)
-    # the order of imports depends on the name
+    # sort imports again, because their order depends on the name
     return re.sub(
         r"(?m)(?:^from tokenmix_core\..*\n)+", lambda x: "".join(sorted(x[0].splitlines(keepends=True))), text
     )

@@ -1,6 +1,6 @@
-"""Keep what recall runs logged in `docs/results/recall-SIZE.json` and plot it; without arguments, plot the kept ones.
+"""Store what recall runs logged in `docs/results/recall-SIZE.json` and plot it; without arguments plot all sizes.
 
-usage: python tools/recall.py SIZE NAME=RUN ...     with RUN the folder of `tokenmix train recall-*`
+usage: python tools/recall.py SIZE NAME=RUN ...     where RUN is the folder of `tokenmix train recall-*`
 """
 
 import json
@@ -12,12 +12,12 @@ from tokenmix_core.evaluation.report import draw
 from tokenmix_core.training.callbacks import read_metrics
 
 DOCS = Path(__file__).parents[1] / "docs"
-# titles of plots by size
+# title of the plot of each size
 TITLES = {"340m": "340M parameters", "nha-100m": "86M parameters", "nha-small": "two layers", "small": "two layers"}
 
 
 def summary(run: Path) -> dict:
-    """Size, speed, loss by step and accuracy by pairs of a run."""
+    """Return size, speed, loss by step and accuracy by pairs of a run."""
     lines = [line for line in read_metrics(run / "metrics.jsonl") if "loss" in line]
     manifest = json.loads((run / "run.json").read_text())
     rows = json.loads((run / "evaluation" / "mqar.json").read_text())["rows"]
@@ -31,7 +31,7 @@ def summary(run: Path) -> dict:
     }
     for name in ("tokens_per_second", "model_flops_utilisation"):
         if values := [line[name] for line in lines if name in line]:
-            # after the short examples of the beginning
+            # leave out the first half, which has short examples
             kept[name.replace("_", " ")] = median(values[len(values) // 2 :])
     return kept
 

@@ -1,4 +1,4 @@
-"""Tables and plots of the committed results of benchmarks, for the READMEs and docs."""
+"""Make tables and plots of the committed results of benchmarks, for the READMEs and docs."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ CHARACTER = 6.6
 
 
 class Box(NamedTuple):
-    """A box of a stream: its first and last pixel after the labels, its text and colours."""
+    """A box of a stream: its first and last pixel (right of the labels), its text and its colours."""
 
     start: float
     stop: float
@@ -74,7 +74,7 @@ def attention(shares: list[float]) -> tuple[list[Box], list[Box]]:
     send = [Box(begin + 58, begin + 118, "K, V a", SEND), Box(begin + 122, begin + 182, "K, V b", SEND)]
     at = begin + 122
     for i, width in enumerate(shares):
-        # the second group's keys must have arrived
+        # the second group's keys must have arrived before
         at = max(at, begin + 186) if i else at
         compute.append(Box(at, at + width, f"heads {'ab'[i]}" if width > 48 else "ab"[i], ATTEND))
         at += width + 4
@@ -115,7 +115,7 @@ def panel(top: float, title: str, works: list[float], cuts: list[int]) -> tuple[
 
 def main() -> None:
     """Write the figure."""
-    # work of causal attention on span i of n: i + 1/2 of the squares of a span's length
+    # work of causal attention on span i of n, proportional to i + 1/2, where 1 is the square of a span's length
     contiguous = [(rank + 0.5) * 62 for rank in range(4)]
     zigzag = [sum(contiguous) / 4] * 4
     lines, y = panel(10, "contiguous: one span per rank", contiguous, [0, 1, 2, 3])

@@ -1,4 +1,4 @@
-"""The tables of docs/step_time.md: floors and measurements of training steps (see `tables.py`)."""
+"""Make the tables of docs/step_time.md: floors and measurements of training steps (see `tables.py`)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import torch
 BENCHMARKS = Path(__file__).parents[1] / "packages" / "core" / "benchmarks"
 GPUS = Path(__file__).parents[1] / "docs" / "results" / "gpus.json"
 ROWS, LENGTH = 8, 4096
-# by title, the recipe of one size of each kind of model
+# for each kind of model, by title, the recipe of one size
 MODELS = {
     "Transformer++": "tokenmix_nats_l.recipes:transformer-380m",
     "Gated DeltaNet": "tokenmix_nats_l.recipes:gdn-380m",
@@ -52,14 +52,14 @@ def _floors() -> str:
 
     lines = ["| model | matmuls | mixing | activations | loss | weights | floor, ms | thousand tokens/s |"]
     lines.append("|---|---|---|---|---|---|---|---|")
-    # the benchmark's model of the floor
+    # the benchmark's module with the model of the floor
     sys.path.insert(0, str(BENCHMARKS))
     from step_floor import floor
 
     for title, name in MODELS.items():
         module, _, recipe = name.partition(":")
         config = importlib.import_module(module).RECIPES[recipe]().model_config()
-        # shapes alone
+        # only shapes are needed
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config)
         parts = floor(model, ROWS, LENGTH)
@@ -69,7 +69,7 @@ def _floors() -> str:
 
 
 def _measured(rows: list[dict[str, Any]]) -> str:
-    """Steps beside their baselines, a table for each GPU; a sentence where none was measured."""
+    """Return a table of steps and baselines for each GPU, or a sentence if nothing was measured."""
     if not rows:
         return "None of these steps was measured yet with the kernels between matmuls."
     devices = list(dict.fromkeys(row["environment"]["device"] for row in rows))
@@ -101,7 +101,7 @@ def _on(device: str, rows: list[dict[str, Any]]) -> str:
 
 
 def _gpus(rows: list[dict[str, Any]]) -> str:
-    """Runs of one model on one GPU and on several, beside as many times the one."""
+    """Return a table of a model's speed on one and on several GPUs, relative to as many times one GPU's speed."""
     rates = {row["form"]: statistics.median(row["tokens_per_second"]) for row in rows}
     one = next(rates[row["form"]] for row in rows if row["gpus"] == 1)
     lines = ["| model | on | thousand tokens/s, median of steps | slowest, fastest step | of as many GPUs alone |"]

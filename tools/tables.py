@@ -26,7 +26,7 @@ ROOT = Path(__file__).parent.parent
 
 
 def measurements(folder: str) -> dict[Path, list[dict]]:
-    """The rows of every package that has measurements in this folder of its benchmarks, by the package's folder."""
+    """Return the rows of all packages that have measurements in this folder of their benchmarks, by package folder."""
     packages = {}
     for package in sorted((ROOT / "packages").iterdir()):
         files = sorted((package / "benchmarks" / folder).glob("*.json"))
@@ -38,7 +38,7 @@ def measurements(folder: str) -> dict[Path, list[dict]]:
 def main(check: bool, models: bool = True) -> int:
     """Write or check all tables; without `models`, leave out those that are counted from models."""
     packages = measurements("results")
-    # by file and by what its marks say
+    # tables by file and by the text in their marks
     tables = {(package / "README.md", "speed"): result_tables.markdown(rows) for package, rows in packages.items()}
     everything = [row for rows in packages.values() for row in rows]
     sweeps = [row for rows in measurements("results/sweep").values() for row in rows]

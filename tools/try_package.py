@@ -1,6 +1,7 @@
 """Use one installed package: `python try_package.py MODULE` imports all of it, and runs a tiny model of each mixer.
 
-A program, since it runs in environments that hold one package and no test tools: those of `wheels` and `newest`.
+It is a program because the environments in which it runs, those of `wheels` and `newest`, have one package and no test
+tools.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import tempfile
 
 SIZES = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
 HEADS = {"num_heads": 2, "head_dim": 16}
-# by module: the classes' prefix, and the mixers with their options
+# by module: the prefix of its classes, and its mixers with their options
 MODELS = {
     "tokenmix_core": ("Hybrid", {"gated_delta_net": HEADS, "mamba2": {"head_dim": 16}, "attention": {"num_heads": 2}}),
     "tokenmix_lte": ("Lte", {"lte": {"num_heads": 2, "window": 16, "cap": 8}}),
@@ -23,7 +24,7 @@ MODELS = {
 
 
 def import_all(module: str) -> None:
-    """Import every module at the top of the package, but the test support behind an extra."""
+    """Import every module at the top of the package except `testing`, which needs an extra."""
     package = importlib.import_module(module)
     for info in pkgutil.iter_modules(package.__path__, f"{module}."):
         if info.name != f"{module}.testing":
@@ -34,7 +35,7 @@ def import_all(module: str) -> None:
 
 
 def try_model(module: str, mixer: str, options: dict) -> None:
-    """Train 20 steps, and generate with the cache and without, before and after the model is saved."""
+    """Train for 20 steps; generate with and without cache, before and after saving, and compare the tokens."""
     import torch
 
     prefix = MODELS[module][0]
@@ -64,7 +65,7 @@ def try_model(module: str, mixer: str, options: dict) -> None:
 
 
 def main() -> None:
-    """Run what the module's docstring says."""
+    """Try the package that the command line names."""
     module = sys.argv[1]
     import_all(module)
     for mixer, options in MODELS[module][1].items():

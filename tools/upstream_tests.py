@@ -1,6 +1,6 @@
 """A pytest plugin with which FLA's and mamba_ssm's own tests call our operations; nox loads it.
 
-A test of a chunked operation keeps the recurrent one that it compares with.
+In a test of a chunked operation, the recurrent operation with which it compares is not replaced.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ _autotuner = Autotuner.__init__
 
 
 def _with_known_keys(self, fn, arg_names, configs, key, *args, **options) -> None:
-    """Drop keys that are not arguments of the kernel: FLA has some, which Triton 3.9 refuses and 3.8 ignores."""
+    """Drop keys that are not arguments of the kernel: FLA has some, which Triton 3.9 rejects and 3.8 ignores."""
     _autotuner(self, fn, arg_names, configs, [name for name in key if name in arg_names], *args, **options)
 
 
-# before FLA is imported, which decorates its kernels then
+# patch the autotuner before FLA is imported and decorates its kernels
 Autotuner.__init__ = _with_known_keys
 
 
@@ -42,12 +42,12 @@ def selective_state_update(
     dt_bias: Tensor | None = None,
     dt_softplus: bool = False,
 ) -> Tensor:
-    """Compute mamba_ssm's step by `ssd_step`, which has one Δ and one A per head."""
+    """Compute mamba_ssm's decoding step by `ssd_step`, which has one Δ and one A per head."""
     if x.dim() != 3 or dt.stride(-1) or A.stride(-1) or A.stride(-2):
         pytest.skip("ssd_step has one step size and one decay per head")
     step = dt[..., 0].float() + (0 if dt_bias is None else dt_bias[..., 0])
     step = F.softplus(step) if dt_softplus else step
-    # the kernels take keys of 64 channels or more
+    # kernels need keys with at least 64 channels
     spare = max(0, 64 - state.shape[-1])
     q, k = (F.pad(y, (0, spare)).to(x.dtype) for y in (C, B))
     held = F.pad(state.float(), (0, spare)).mT.contiguous()
@@ -66,21 +66,21 @@ OURS["selective_state_update"] = selective_state_update
 
 
 def names_of(item: Any) -> list[str]:
-    """Return the names that a test calls and that are replaced by ours."""
+    """Return the names that a test uses and that are replaced by ours."""
     used = [name for name in getattr(item, "function", names_of).__code__.co_names if name in OURS]
     chunked = any(part in item.name for part in ("chunk", "parallel"))
     return [name for name in used if not (chunked and name.startswith("fused_recurrent"))]
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[Any]) -> None:
-    """Keep the tests that call one of our operations."""
+    """Deselect the tests that use none of our operations."""
     config.hook.pytest_deselected(items=[item for item in items if not names_of(item)])
     items[:] = [item for item in items if names_of(item)]
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: Any) -> Generator[None, Any, Any]:
-    """Replace the names in the test's module while it runs."""
+    """Replace the names in the test's module by our functions while the test runs."""
     with pytest.MonkeyPatch.context() as patch:
         for name in names_of(item):
             patch.setattr(item.module, name, OURS[name])

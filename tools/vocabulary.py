@@ -21,12 +21,12 @@ from typing import Any, NamedTuple
 ROOT = Path(__file__).resolve().parents[1]
 LIST = Path(__file__).with_suffix(".toml")
 CHECKED = ("*.py", "*.md", "*.c", "*.toml", "*.yml", "*.ipynb")
-# results and fixtures are data; the list itself names every word
+# results and fixtures are data, and the list itself contains every word
 EXCLUDED = re.compile(r"/results/|/saved_at_|requirements\.lock|tools/vocabulary")
 
 
 class Hit(NamedTuple):
-    """One occurrence of a word."""
+    """One occurrence of a word in a file."""
 
     path: str
     line: int

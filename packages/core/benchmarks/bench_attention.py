@@ -1,4 +1,4 @@
-"""Attention beside its baselines: cuDNN and FlashAttention-2 through torch, flash-attn 2 or 4, FlexAttention."""
+"""Time attention and its baselines: cuDNN and FlashAttention-2 through torch, flash-attn 2 or 4, FlexAttention."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ SHAPES = [
     (8, 4096, 32, 8, 64, 64, 768, False),
 ]
 CPU_SHAPES = [(2, 256, 4, 2, 32, 32, None, False), (2, 256, 4, 2, 32, 32, 64, False)]
-# what the first list leaves out: few and many heads, K and V of 64 to 256 and unequal, tokens from 64 on, packed
+# shapes that are not in SHAPES: few and many heads, K and V of 64 to 256 and unequal, 64 tokens and more, packed
 SWEEP = [
     (1, 64, 16, 16, 128, 128, None, False),
     (32, 64, 16, 16, 128, 128, None, False),
@@ -65,7 +65,7 @@ SWEEP = [
     (1, 16384, 16, 16, 128, 128, 1024, True),
 ]
 CPU_SWEEP = [(1, 64, 2, 1, 16, 32, 16, False), (1, 4096, 1, 1, 16, 16, 64, True)]
-# the same without V, of what FlashAttention-4 leads us in
+# the same fields without V: shapes at which FlashAttention-4 is faster than our kernels
 OWN = [
     (8, 4096, 16, 16, 128, 1024, False),
     (8, 4096, 32, 8, 64, None, False),
@@ -74,7 +74,7 @@ OWN = [
     (1, 152_497, 16, 16, 128, None, True),
     (1, 152_497, 16, 16, 128, 512, True),
 ]
-# the same for forward and backward apart
+# the same fields as in OWN: shapes at which the forward and the backward pass are timed separately
 PASSES = [
     (8, 4096, 32, 8, 64, None, False),
     (8, 4096, 32, 8, 64, 768, False),
@@ -92,7 +92,7 @@ PASSES = [
     (1, 152_497, 16, 16, 128, None, True),
     (1, 152_497, 16, 16, 128, 512, True),
 ]
-# batch, places in the cache, query heads, key heads, head size
+# batch, cache entries per sequence, query heads, key heads, head size
 DECODE_SHAPES = [(1, 32768, 32, 8, 128), (32, 4096, 32, 8, 128), (32, 4096, 16, 16, 128), (128, 2048, 32, 8, 128)]
 
 _FIRST_CALL = """
@@ -104,7 +104,7 @@ torch.cuda.synchronize()
 
 
 def rows(device: str) -> list[dict]:
-    """Measurements of attention and of decoding on `device`, one row an implementation and shape."""
+    """Measure attention and decoding on `device`; return one row per implementation and shape."""
     out = []
     for shape in SHAPES if device != "cpu" else CPU_SHAPES:
         out += _training_rows(shape, device)
@@ -114,12 +114,12 @@ def rows(device: str) -> list[dict]:
 
 
 def sweep(device: str) -> list[dict]:
-    """Training at the shapes of `SWEEP`, beside every baseline that runs there."""
+    """Measure training at the shapes of `SWEEP`, with every baseline that supports them."""
     return [row for shape in (SWEEP if device != "cpu" else CPU_SWEEP) for row in _training_rows(shape, device)]
 
 
 def own(device: str) -> Iterator[dict]:
-    """Our own kernels beside FlashAttention-4, which the default may be itself, where it leads them."""
+    """Measure our own kernels and FlashAttention-4 at `OWN`, since the default may itself run FlashAttention-4."""
     shapes = OWN if device != "cpu" else [(1, 128, 2, 1, 16, 32, False), (1, 300, 2, 1, 16, None, True)]
     for shape in shapes:
         yield from _own_rows(*shape, device=device)
@@ -145,7 +145,7 @@ def _own_rows(
 
 
 def passes(device: str) -> Iterator[dict]:
-    """Forward and backward apart, by ours and by libraries: one's gradients may follow another's outputs."""
+    """Time forward and backward passes separately, ours and libraries'; all backward passes follow our forward pass."""
     shapes = PASSES if device != "cpu" else [(1, 128, 2, 2, 16, None, False), (1, 300, 2, 1, 16, 32, True)]
     for shape in shapes:
         yield from _passes_rows(*shape, device=device)
@@ -174,7 +174,7 @@ def _passes_rows(
 
 
 def versions(device: str) -> list[dict]:
-    """Both forms of the kernels on the installed Triton."""
+    """Measure the Triton and the Gluon kernels on the installed Triton."""
     B, T, H, K, window = (8, 4096, 16, 128, 1024) if device != "cpu" else (1, 128, 1, 16, 32)
     q, k, v = (_random(B, T, H, K, device=device).requires_grad_() for _ in range(3))
 
@@ -278,7 +278,7 @@ def _flex(q: Tensor, k: Tensor, v: Tensor, window: int | None, lengths: Tensor |
         return inside if lengths is None else inside & (sequence[i] == sequence[j])
 
     block_mask = create_block_mask(seen, None, None, T, T, device=q.device.type)
-    # compiled code of an earlier shape counts towards a limit, beyond which nothing is compiled
+    # torch limits how often it recompiles a function, and earlier shapes count, so reset it for each shape
     torch.compiler.reset()
     compiled = torch.compile(flex_attention, dynamic=False)
     grouped = q.shape[2] != k.shape[2]

@@ -1,16 +1,16 @@
-"""Decoding of whole models, milliseconds a token, beside transformers' Llama with a static cache, compiled.
+"""Time decoding of whole models, in milliseconds per token, and of transformers' Llama, compiled with a static cache.
 
-A row's forward time is that of one more token of every sequence of the batch, after a prompt, in `generate`: the time
-of a generation less that of its prompt, by its tokens. `floor_ms` is what reading the weights and the cache once takes.
-"tokenmix" records its steps on a GPU, "tokenmix, kernel by kernel" does not, and `same_tokens` is the share of tokens
-that both choose alike. Llama has the sizes of the Transformer++.
+The forward time of a row is that of one more token of every sequence in the batch, in `generate`: the time of a
+generation minus that of its prompt, divided by the number of tokens. `floor_ms` is the time to read the weights and the
+cache once. "tokenmix" captures its steps as CUDA graphs on a GPU, "tokenmix, kernel by kernel" does not, and
+`same_tokens` is the fraction of tokens in which both agree. Llama has the sizes of the Transformer++.
 
-A layer's step is what lies between the projections of a Gated DeltaNet layer, as a graph: in one launch, in a launch an
-operation, and as it runs where nothing is asked for. Its `floor_ms` is what reading every tensor once, and writing what
-is made or updated, takes.
+The step of a layer is the part between the projections of a Gated DeltaNet layer, as a CUDA graph: in one launch, in
+one launch per operation, and as it runs by default. Its `floor_ms` is the time to read every tensor once and to write
+every tensor that is created or updated.
 
-`python bench_decode.py transformer --only tokenmix --batch 1` measures some of it; rows are printed and kept as they
-come.
+`python bench_decode.py transformer --only tokenmix --batch 1` measures a part of it; each row is printed and saved at
+once.
 """
 
 from __future__ import annotations
@@ -47,20 +47,20 @@ MODELS = {
     "gated_delta_net_hybrid": [GDN, GDN, GDN, ATTENTION] * 5 + [GDN, GDN],
     "transformer": [ATTENTION] * 24,
 }
-# width, MLP's width, heads of attention, of the delta rule and their size; the CPU's has the first and last layer alone
+# width, MLP width, heads of attention, heads of the delta rule, head size; on a CPU only the first and last layer run
 SIZES = {"380m": (1024, 2816, 16, 6, 128), "800m": (1536, 4096, 24, 6, 192), "tiny": (32, 48, 2, 2, 16)}
 # size, batch, prompt, new tokens
 SHAPES = [("380m", 1, 512, 129), ("380m", 32, 512, 129)]
 SWEEP = [("800m", 1, 512, 129), ("800m", 32, 512, 129), ("380m", 1, 16384, 129), ("380m", 8, 16384, 129)]
 CPU_SHAPES = [("tiny", 2, 8, 17)]
-# size and batch of a layer's step
+# size and batch of the decoding step of a layer
 LAYERS = [("380m", 1), ("380m", 32), ("800m", 1), ("800m", 32)]
 CPU_LAYERS = [("tiny", 2)]
 REPEATS = 5
 
 
 def rows(device: str) -> Iterator[dict]:
-    """The 380M models at batch 1 and 32, and a layer's step."""
+    """Measure the 380M models at batch 1 and 32, and the decoding step of a layer."""
     models, layers = (SHAPES, LAYERS) if device != "cpu" else (CPU_SHAPES, CPU_LAYERS)
     for shape in models:
         yield from _rows(*shape, device)
@@ -69,7 +69,7 @@ def rows(device: str) -> Iterator[dict]:
 
 
 def sweep(device: str) -> Iterator[dict]:
-    """The 800M models, and long prompts."""
+    """Measure the 800M models, and long prompts."""
     for shape in SWEEP if device != "cpu" else CPU_SHAPES:
         yield from _rows(*shape, device)
 
@@ -85,7 +85,7 @@ def _rows(
     only: str = "",
     repeats: int = REPEATS,
 ) -> Iterator[dict]:
-    """Rows of one shape: of these models, by the implementations whose name has `only`."""
+    """Yield the rows of one shape, for the named models and the implementations whose name contains `only`."""
     for name in names:
         config = _config(name, size)
         recorded = {"decoding_graph": True} if device != "cpu" else {}
@@ -94,7 +94,7 @@ def _rows(
             f"{OURS}, kernel by kernel": (lambda config=config: HybridForCausalLM(config), {"decoding_graph": False}),
         }
         if name == "transformer":
-            # on a CPU transformers does not compile
+            # on a CPU, transformers does not compile
             static = {"cache_implementation": "static"}
             runs["transformers Llama, static cache, compiled"] = (lambda config=config: _llama(config), static)
             runs["transformers Llama"] = (lambda config=config: _llama(config), {})
@@ -117,11 +117,11 @@ def _rows(
 def _measure(
     model: Any, batch: int, prompt: int, tokens: int, options: dict[str, Any], repeats: int
 ) -> tuple[dict[str, Any], Tensor]:
-    """A row's numbers, and the sequences that were generated."""
+    """Return the measured values of a row, and the generated sequences."""
     device = model.device
     torch.manual_seed(1)
     ids = torch.randint(3, model.config.vocab_size, (batch, prompt), device=device)
-    # nothing ends a sequence
+    # no token ends a sequence
     options = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0, "use_cache": True, **options}
     watch = Stopwatch(device)
 
@@ -158,7 +158,8 @@ def _layer_rows(size: str, batch: int, device: str) -> list[dict]:
     options = {"scale": K**-0.5, "impl": None if device == "cpu" else "triton"}
 
     def states() -> tuple[list[Tensor], Tensor]:
-        # of sequences of this token alone, whose outputs stay the same from step to step
+        # the state of sequences that consist of this token only, whose outputs therefore stay the same from step to
+        # step
         last = [x.unsqueeze(-1).repeat(1, 1, width - 1) for x in tokens]
         return last, torch.zeros(batch, *fit.state_shape(H), device=device)
 
@@ -233,7 +234,7 @@ def _config(name: str, size: str) -> HybridConfig:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Measure what is asked for; print rows, and keep those of a GPU, as they come."""
+    """Measure what the arguments ask for; print each row at once and, on a GPU, save it."""
     parser = argparse.ArgumentParser(description="measure decoding beside reading weights and cache once")
     parser.add_argument("models", nargs="*", metavar="MODEL", help=f"of {', '.join(MODELS)}; all where none is given")
     parser.add_argument("--only", default="", metavar="NAME", help='implementations whose name has this, as "tokenmix"')

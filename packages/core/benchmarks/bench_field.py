@@ -1,19 +1,19 @@
-"""transformers' hybrid models on our kernels, beside the kernels that it takes where they are installed, and torch.
+"""Time transformers' hybrid models on our kernels, on the kernels that transformers selects if installed, and in torch.
 
-A layer and a small model of every family in training, and one decoded token. With names of families on the command line
-only these are measured (`python bench_field.py mamba2 bamba`), and with `--only` only forms whose name has this; what
-fails is told and left out, and the rest goes on.
+A layer and a small model of every family are timed in training, and also one decoded token. The command line may name
+families (`python bench_field.py mamba2 bamba`) and, by `--only`, a part of the names of baselines, to measure no
+others. A measurement that fails is reported and left out, and all others continue.
 
-Each baseline is transformers as it is, by what it finds installed:
+Each baseline is unchanged transformers, which selects kernels by what is installed:
 
 - "transformers with fla, causal_conv1d": the delta-rule families, on `flash-linear-attention` and `causal-conv1d`.
-- "transformers with mamba_ssm, causal_conv1d": the Mamba-2 families, on `mamba-ssm` (of which Mamba-2 needs the Triton
-  kernels alone) and `causal-conv1d`. In training both go into one function, which also norms and projects.
-- "transformers, torch": its own functions, whatever is installed. Mamba-2's products of whole chunks need 8 MiB a token
-  at these widths, so that this baseline runs out of memory at the first shape.
+- "transformers with mamba_ssm, causal_conv1d": the Mamba-2 families, on `mamba-ssm` (Mamba-2 needs only its Triton
+  kernels) and `causal-conv1d`. In training both are part of one function, which also normalises and projects.
+- "transformers, torch": transformers' own functions, whatever is installed. The products of whole chunks in Mamba-2
+  need 8 MiB per token at these widths, so this baseline runs out of memory at the first shape.
 
-FLA and mamba_ssm tune their kernels anew for other sizes of heads, FLA also for another number of them and parts of it
-for another batch, some minutes each. Heads are the same at all shapes of `rows`, so that a process tunes once for all.
+FLA and mamba_ssm autotune their kernels for some minutes at other head sizes, FLA also at another number of heads and,
+in part, at another batch size. All shapes of `rows` have the same heads, so that a process tunes only once.
 """
 
 from __future__ import annotations
@@ -39,28 +39,28 @@ from tokenmix_core.integrations.transformers import FAMILIES, use_fallback, use_
 from tokenmix_core.testing.benchmarking import Run, able, host_microseconds, interleaved_medians, measure, row_of
 from tokenmix_core.testing.results import kept
 
-# of results, beside those of operations
+# folder of the results, next to those of operations
 FOLDER = "field"
-# batch, tokens, width; the second has room for Mamba-2's form in torch
+# batch, tokens, width; the second shape leaves enough memory for Mamba-2 in torch's own operations
 LAYERS = [(4, 4096, 2048), (1, 4096, 2048)]
 # batch, tokens, width, layers
 MODEL = (1, 4096, 2048, 4)
 CPU_LAYERS, CPU_MODEL = [(1, 64, 64)], (1, 32, 64, 2)
-# what the first lists leave out: one long sequence, short ones, a wide model
+# shapes that are not in LAYERS: one long sequence, short ones, a wide model
 SWEEP = [(1, 32768, 2048), (32, 512, 2048), (2, 4096, 4096)]
 CPU_SWEEP = [(2, 32, 64)]
-# what is imported of a package for a family's kernels
+# for each package, the module that is imported for a family's kernels
 PEERS = {"fla": "fla.ops.gated_delta_rule", "mamba_ssm": "mamba_ssm.ops.triton.ssd_combined"}
 CONVOLUTION = {"causal_conv1d": "causal_conv1d"}
-# parts of names, of which a form beside ours has one; none for all
+# besides our form, measure only those whose name contains one of these; all if empty
 ONLY: list[str] = []
 
 
 def rows(device: str, families: Sequence[str] = tuple(FAMILIES)) -> Iterator[dict]:
-    """Measurements on `device`, one row an implementation, family and kind.
+    """Measure on `device`; yield one row per implementation, family and kind of measurement.
 
     Raises:
-        RuntimeError: at the end, with the names of what failed.
+        RuntimeError: at the end, if measurements failed; the message names these.
     """
     layers, model = (LAYERS, MODEL) if device != "cpu" else (CPU_LAYERS, CPU_MODEL)
     yield from _each(
@@ -72,25 +72,25 @@ def rows(device: str, families: Sequence[str] = tuple(FAMILIES)) -> Iterator[dic
 
 
 def sweep(device: str, families: Sequence[str] = tuple(FAMILIES)) -> Iterator[dict]:
-    """Layers in training at the shapes of `SWEEP`; raises as `rows`."""
+    """Measure layers in training at the shapes of `SWEEP`; raises the same error as `rows`."""
     shapes = SWEEP if device != "cpu" else CPU_SWEEP
     yield from _each(families, *(lambda family, shape=shape: _layer_rows(family, shape, device) for shape in shapes))
 
 
 def _each(families: Sequence[str], *kinds: Callable[[str], list[dict]]) -> Iterator[dict]:
-    """The rows of every kind of every family; what raises is told, and the others go on."""
+    """Yield the rows of every kind of every family; report errors at the end, after all other measurements."""
     failed = []
     for family in families:
         for kind in kinds:
             try:
                 found = kind(family)
-            # compilers and libraries have errors of their own
+            # compilers and libraries raise errors of any type
             except Exception as error:
                 traceback.print_exc()
                 failed.append(f"{family} ({type(error).__name__})")
                 found = []
             yield from found
-            # modules and their twins are cycles
+            # modules and their copies are reference cycles, which only the garbage collector frees
             gc.collect()
             torch.cuda.empty_cache()
     if failed:
@@ -99,7 +99,7 @@ def _each(families: Sequence[str], *kinds: Callable[[str], list[dict]]) -> Itera
 
 def _layer_rows(family: str, shape: tuple[int, int, int], device: str) -> list[dict]:
     B, T, width = shape
-    # in training mode, in which transformers takes kernels that it takes nowhere else
+    # use training mode, in which transformers selects kernels that it uses in no other mode
     model = _model(family, width, 2, device).train()
     layer = next(m for m in model.modules() if type(m).__name__ == FAMILIES[family].layer)
     x = torch.randn(B, T, width, device=device, dtype=next(layer.parameters()).dtype, requires_grad=True)
@@ -124,10 +124,10 @@ def _model_rows(family: str, shape: tuple[int, int, int, int], device: str) -> l
 
 
 def _decoding_rows(family: str, shape: tuple[int, int, int, int], device: str) -> list[dict]:
-    """A token after half of a model's tokens, eagerly; `host_us` is here the host's time for one.
+    """Time one token after half of a model's tokens, eagerly; `host_us` is here the host's time for one token.
 
-    Without cuDNN's attention: in four families whichever form came first to a number of keys took the host 36 to 76
-    ms, as if something were planned anew for each, and the other that comes there later 4 to 10.
+    cuDNN's attention is disabled: in four families the first form that reached a number of keys took the host 36 to 76
+    ms, as if cuDNN planned for each number, and the form that reached it later took 4 to 10 ms.
     """
     B, T, width, layers = shape
     forms = _forms(family, _model(family, width, layers, device))
@@ -144,7 +144,7 @@ def _decoding_rows(family: str, shape: tuple[int, int, int, int], device: str) -
 
 
 def _decoding(model: Any, ids: Tensor) -> Callable[[], Tensor]:
-    """Decodes one more token at each call, and before the first reads `ids`."""
+    """Return a function that reads `ids` before its first call and decodes one more token at each call."""
     cache: dict[str, Any] = {}
 
     def run() -> Tensor:
@@ -158,7 +158,7 @@ def _decoding(model: Any, ids: Tensor) -> Callable[[], Tensor]:
 
 
 def _model(family: str, width: int, layers: int, device: str) -> Any:
-    """A random model whose heads kernels have."""
+    """Return a random model with head sizes that kernels support."""
     if device == "cpu":
         return field_model(family, width=width, head=16, state=16, layers=layers)
     head = 128 if family in DELTA_RULE else 64
@@ -173,7 +173,7 @@ def _ids(forms: dict[str, Any], B: int, T: int, device: str) -> Tensor:
 
 
 def _forms(family: str, module: nn.Module) -> dict[str, Any]:
-    """The module on our kernels and on its own, with one set of weights, so that gradients are of the same leaves."""
+    """Return copies of the module on our and its own kernels; they share weights, so that gradients are comparable."""
 
     def twin() -> Any:
         return copy.deepcopy(module, {id(p): p for p in module.parameters()})
@@ -187,17 +187,17 @@ def _forms(family: str, module: nn.Module) -> dict[str, Any]:
         fallback = twin()
         use_fallback(fallback)
         forms["transformers, torch"] = fallback
-    # ours are measured in any case: the others are beside them
+    # always measure our form, to which the others are compared
     return {name: form for name, form in forms.items() if form is ours or any(part in name for part in ONLY or [name])}
 
 
 def _imports(package: str, home: str) -> bool:
-    """Whether a package is there and can be imported: where it cannot, transformers goes on without it."""
+    """Return whether a package is installed and can be imported; transformers does without packages that cannot."""
     if importlib.util.find_spec(package) is None:
         return False
     try:
         importlib.import_module(home)
-    # of a library that is not there, or was built for another version
+    # the package lacks a library, or was built for another version
     except Exception as error:
         warnings.warn(f"{home} cannot be imported: {type(error).__name__}: {str(error)[:200]}", stacklevel=2)
         return False
@@ -205,7 +205,7 @@ def _imports(package: str, home: str) -> bool:
 
 
 def _used(module: nn.Module, forward: Callable[[], Tensor]) -> list[Tensor]:
-    """The parameters that get a gradient; experts that no token is sent to do not."""
+    """Return the parameters that get a gradient; experts to which no token is sent get none."""
     forward().float().sum().backward()
     used = [p for p in module.parameters() if p.grad is not None]
     module.zero_grad()
@@ -213,7 +213,7 @@ def _used(module: nn.Module, forward: Callable[[], Tensor]) -> list[Tensor]:
 
 
 def main(arguments: Sequence[str] | None = None) -> list[dict]:
-    """Measure, print, and keep what a GPU gave."""
+    """Measure and print; on a GPU also save the rows."""
     parser = argparse.ArgumentParser(description="measure transformers' hybrid models on our kernels and on others")
     parser.add_argument("families", nargs="*", metavar="family", help=f"of {', '.join(FAMILIES)}; without any, all")
     parser.add_argument("--only", action="append", default=[], metavar="NAME", help="baselines whose name has this")

@@ -1,4 +1,4 @@
-"""The gated delta rule beside flash-linear-attention's, FlashQLA's, FlashInfer's and attn-gym's, if installed.
+"""Time the gated delta rule and those of flash-linear-attention, FlashQLA, FlashInfer and attn-gym, if installed.
 
 README.md of this folder explains how to obtain each.
 """
@@ -37,10 +37,10 @@ SHAPES = [
     (8, 4096, 32, 32, 64, 64, False),
     (8, 4096, 6, 6, 256, 256, False),
 ]
-# FLA tunes itself for minutes at every new number of heads and head size, so it meets only these (heads, head size)
+# FLA autotunes for minutes at every new number of heads and head size, so it only runs for these (heads, head size)
 FLA_SIZES = {(16, 128), (32, 64)}
 CPU_SHAPES = [(2, 256, 2, 2, 64, 64, False)]
-# what the first list leaves out: few and many heads, K and V of 64 to 256 and unequal, tokens from 64 on
+# shapes that are not in SHAPES: few and many heads, K and V of 64 to 256 and unequal, 64 tokens and more
 SWEEP = [
     (1, 64, 16, 16, 128, 128, False),
     (32, 64, 16, 16, 128, 128, False),
@@ -95,7 +95,7 @@ run = lambda: chunk_gated_delta_rule(x, x, x, g, -g, qk_l2norm=True).o
 
 
 def rows(device: str) -> list[dict]:
-    """Measurements of training, prefill and decoding on `device`, one row an implementation and shape."""
+    """Measure training, prefill and decoding on `device`; return one row per implementation and shape."""
     out = []
     for shape in SHAPES if device != "cpu" else CPU_SHAPES:
         out += _training_rows(shape, device)
@@ -107,12 +107,12 @@ def rows(device: str) -> list[dict]:
 
 
 def sweep(device: str) -> list[dict]:
-    """Training at the shapes of `SWEEP`, beside every baseline that runs there; FLA tunes itself for half an hour."""
+    """Measure training at the shapes of `SWEEP` with all baselines that support it; FLA autotunes for 30 minutes."""
     return [row for shape in (SWEEP if device != "cpu" else CPU_SWEEP) for row in _training_rows(shape, device)]
 
 
 def versions(device: str) -> list[dict]:
-    """Both forms of the kernels on the installed Triton: one shape of a table, and 100 packed documents."""
+    """Measure the Triton and the Gluon kernels on the installed Triton, at one shape and at 100 packed documents."""
     rows = []
     for B, T, documents in ((8, 4096, False), (1, 152_497, True)) if device != "cpu" else ((1, 200, False),):
         heads, size = (16, 128) if device != "cpu" else (1, 16)
@@ -135,7 +135,7 @@ def _training_rows(shape: tuple, device: str) -> list[dict]:
     forwards: dict[str, Callable[[], Tensor]] = {"tokenmix": lambda: ours().o}
     first = None
     if device != "cpu":
-        # their first calls, minutes of tuning and compiling, are not measured anew
+        # first calls of baselines, which tune and compile for minutes, are not measured
         tuned = shape in SWEEP or ((HV, V) in FLA_SIZES and H == HV)
         if tuned and (fla := installed("fla.ops.gated_delta_rule:chunk_gated_delta_rule")):
             baseline = functools.partial(fla, q, k, v, g, beta, cu_seqlens=cu_seqlens, use_qk_l2norm_in_kernel=True)
@@ -154,7 +154,7 @@ def _training_rows(shape: tuple, device: str) -> list[dict]:
 
 
 def _prefill_rows(shape: tuple, device: str) -> list[dict]:
-    """Forward passes that hand on their final state, without gradients."""
+    """Measure forward passes without gradients that return their final state."""
     B, T, H, HV, D = shape
     q, k, v, g, beta = _inputs(B, T, H, HV, D, D, device)
     final = {"output_final_state": True}
@@ -172,7 +172,7 @@ def _prefill_rows(shape: tuple, device: str) -> list[dict]:
         if gym := installed(_GYM):
             forwards["attn-gym, without the norm"] = lambda: gym(q, k, v, g, beta, **final)[0]
         if infer := installed("flashinfer.gdn_prefill:chunk_gated_delta_rule"):
-            # sequences are packed, and decays are factors
+            # FlashInfer takes packed sequences, and decays as factors instead of their logarithms
             packed = [x.flatten(0, 1) for x in (q, k, v, g.exp(), beta)]
             boundaries = torch.arange(0, B * T + 1, T, device=device)
             prefill = functools.partial(infer, *packed, **final, cu_seqlens=boundaries)
@@ -183,7 +183,7 @@ def _prefill_rows(shape: tuple, device: str) -> list[dict]:
 
 
 def _fla_name(K: int, V: int) -> str:
-    """FLA calls FlashQLA itself if that is installed and supports the sizes."""
+    """Return FLA's name in rows; FLA itself calls FlashQLA if that is installed and supports the sizes."""
     over = K == V == 128 and importlib.util.find_spec("flash_qla") is not None
     return "flash-linear-attention" + (" over FlashQLA" if over else "")
 
@@ -196,7 +196,7 @@ def _decode_rows(shape: tuple, device: str) -> list[dict]:
         "tokenmix": lambda: gated_delta_rule_step(q, k, v, g, beta, state, qk_l2norm=True)
     }
     if device != "cpu" and (fla := installed("fla.ops.gated_delta_rule:fused_recurrent_gated_delta_rule")):
-        # by name: its fifth argument is another gate, which is read as [B, T, H, K]
+        # pass arguments by name: the fifth one by position is another gate, of shape [B, T, H, K]
         token = {name: x.unsqueeze(1) for name, x in zip(("q", "k", "v", "g", "beta"), (q, k, v, g, beta), strict=True)}
         options = {"initial_state": state, "output_final_state": True, "use_qk_l2norm_in_kernel": True}
         forwards["flash-linear-attention"] = lambda: fla(**token, **options)[0][:, 0]
@@ -206,6 +206,6 @@ def _decode_rows(shape: tuple, device: str) -> list[dict]:
 def _inputs(B: int, T: int, H: int, HV: int, K: int, V: int, device: str) -> list[Tensor]:
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
     q, k, v = (torch.randn(B, T, heads, size, device=device, dtype=dtype) for heads, size in ((H, K), (H, K), (HV, V)))
-    # of length one already, for baselines that leave the norm out
+    # vectors of length one, for baselines that omit the norm
     q, k = (torch.nn.functional.normalize(x, dim=-1) for x in (q, k))
     return [q, k, v, -0.1 * torch.rand(B, T, HV, device=device), torch.rand(B, T, HV, device=device)]

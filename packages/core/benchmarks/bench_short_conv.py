@@ -1,4 +1,4 @@
-"""The short convolution beside FLA's and torch's grouped convolution; that of q, k and v in one launch and in three."""
+"""Time the short convolution and FLA's and torch's grouped one, and that of q, k and v in one launch and in three."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from tokenmix_core.testing.benchmarking import first_call_seconds, installed, me
 # batch, tokens, channels, width, packed
 SHAPES = [(8, 4096, 4096, 4, False), (1, 32768, 4096, 4, False)]
 CPU_SHAPES = [(2, 256, 64, 4, False)]
-# of q, k and v: batch, tokens, channels of each, width
+# for q, k and v together: batch, tokens, channels of each, width
 SEVERAL_SHAPES = [(8, 4096, (768, 768, 1536), 4), (8, 4096, (2048, 2048, 2048), 4), (1, 2048, (768, 768, 1536), 4)]
 CPU_SEVERAL_SHAPES = [(2, 64, (16, 16, 32), 4)]
-# what the first list leaves out: few and many channels, other widths, tokens from 64 on
+# shapes that are not in SHAPES: few and many channels, other widths, 64 tokens and more
 SWEEP = [
     (1, 64, 4096, 4, False),
     (32, 64, 4096, 4, False),
@@ -49,7 +49,7 @@ torch.cuda.synchronize()
 
 
 def rows(device: str) -> list[dict]:
-    """Measurements on `device`, one row an implementation and shape."""
+    """Measure on `device`; return one row per implementation and shape."""
     out = []
     for shape in SHAPES if device != "cpu" else CPU_SHAPES:
         out += _rows(shape, device)
@@ -59,7 +59,7 @@ def rows(device: str) -> list[dict]:
 
 
 def sweep(device: str) -> list[dict]:
-    """Training at the shapes of `SWEEP`, beside every baseline that runs there."""
+    """Measure training at the shapes of `SWEEP`, with every baseline that supports them."""
     return [row for shape in (SWEEP if device != "cpu" else CPU_SWEEP) for row in _rows(shape, device)]
 
 
@@ -84,7 +84,7 @@ def _rows(shape: tuple, device: str) -> list[dict]:
 
 
 class _First(torch.autograd.Function):
-    """The first of several tensors; the others get gradients that were made before."""
+    """Returns the first of several tensors; in the backward the others get as gradients their own forward values."""
 
     @staticmethod
     def forward(ctx, first, *others):

@@ -1,4 +1,4 @@
-"""Attention over kept keys beside attention to all keys and to the window alone, and FlexAttention with the same mask.
+"""Time attention to retained keys, to all keys and to a window only, and FlexAttention with the same mask.
 
 Run as a program it prints each row when it is measured: ours alone, or with `--baselines` beside the libraries.
 """
@@ -22,7 +22,7 @@ from tokenmix_core.testing.benchmarking import first_call_seconds, measure, meas
 
 
 class Case(NamedTuple):
-    """A call: `kept` units of each head of `keep`, or a rule's name; the local part is a window, or None, the unit."""
+    """Sizes of a call: `kept` units per head are retained, or a rule names them; no window: the own unit is local."""
 
     B: int
     T: int
@@ -51,13 +51,13 @@ CPU_CASES = [
     Case(1, 256, 4, 2, 2, 16, 16, window=32, kept=16),
     Case(1, 256, 4, 4, 2, 16, 32, unit=64, window=None, kept=2),
 ]
-# queries and columns that meet, warps and registers a thread: what was not timed yet
+# tiles that have not been timed yet: queries, keys, warps, stages, registers per thread
 TILES = [
     tuning.AttentionTile(64, 64, 4, 1, 168),
     tuning.AttentionTile(128, 64, 8, 1, 128),
     tuning.AttentionTile(128, 64, 4, 1, 255),
 ]
-# list lengths; lists of unequal length beside even ones with as many pairs; other heads
+# lists of other lengths, lists of unequal lengths, other heads
 SWEEP = [
     *(Case(8, 4096, kept=kept) for kept in (64, 256, 1024, 2048)),
     *(Case(1, 32768, kept=kept) for kept in (128, 2048, 16384)),
@@ -86,26 +86,26 @@ torch.cuda.synchronize()
 
 
 def rows(device: str) -> Iterator[dict]:
-    """Our own on `device`, each case's rows as soon as they are measured: kept keys, sinks, all keys, the window."""
+    """Measure only our kernels, and yield each case's rows at once: retained keys, sinks, all keys, the window."""
     yield from _sinks(device)
     for case in CASES if device != "cpu" else CPU_CASES:
         yield from _rows(case, device)
 
 
 def baselines(device: str) -> Iterator[dict]:
-    """The same cases beside FlashAttention-4, cuDNN and FlexAttention, which takes a minute a case to compile."""
+    """Measure the same cases also with FlashAttention-4, cuDNN and FlexAttention, which compiles a minute per case."""
     for case in CASES if device != "cpu" else CPU_CASES[:1]:
         yield from _rows(case, device, baselines=True)
 
 
 def sweep(device: str) -> Iterator[dict]:
-    """The same as `rows` for `SWEEP`."""
+    """Measure like `rows`, at the cases of `SWEEP`."""
     for case in SWEEP if device != "cpu" else CPU_CASES[:1]:
         yield from _rows(case, device)
 
 
 def versions(device: str) -> Iterator[dict]:
-    """Both forms of the kernels on the installed Triton; kept keys in Gluon run where they are asked for."""
+    """Measure the Triton and the Gluon kernels on the installed Triton."""
     cases = [CASES[0], CASES[2], CASES[3], CASES[6]] if device != "cpu" else CPU_CASES[:1]
     for case in cases:
         q, k, v, keep = _inputs(case, device)
@@ -117,7 +117,7 @@ def versions(device: str) -> Iterator[dict]:
 
 
 def tiles(device: str) -> Iterator[dict]:
-    """The forward kernel in Gluon with other tiles than those of `tuning`, at the goals' shapes of tokens."""
+    """Measure the forward Gluon kernel with the tile of `tuning` and with other tiles, at three cases."""
     known = tuning.HOPPER_FORWARD
     first = known[64, 64]
     for case in (CASES[0], CASES[2], CASES[3]) if device != "cpu" else CPU_CASES[:1]:
@@ -132,7 +132,7 @@ def tiles(device: str) -> Iterator[dict]:
 
 
 def _inputs(case: Case, device: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """q, k, v and `keep`."""
+    """Return q, k, v and `keep`."""
     torch.manual_seed(0)
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
     q, k, v = (
@@ -140,7 +140,7 @@ def _inputs(case: Case, device: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         for heads, size in ((case.HQ, case.K), (case.H, case.K), (case.H, case.V))
     )
     keep = _keep(case, device)
-    # what chooses chunks is trained through their marks, what chooses tokens through v
+    # a `keep` of chunks gets gradients itself, one of tokens gets none
     return q, k, v, keep.float().requires_grad_() if case.unit > 1 else keep
 
 
@@ -174,7 +174,7 @@ def _baselines(case: Case, q: Tensor, k: Tensor, v: Tensor, keep: Tensor, ours: 
 
 
 def _sinks(device: str) -> list[dict]:
-    """A window with four sinks and without."""
+    """Measure a window with four sinks and without sinks."""
     (T, HQ, H, K), window, dtype = (65536, 32, 4, 64), 256, torch.bfloat16
     if device == "cpu":
         (T, HQ, H, K), window, dtype = (512, 4, 2, 16), 64, torch.float32
@@ -211,7 +211,7 @@ def _name(case: Case) -> str:
 
 
 def _flash() -> Callable | None:
-    """FlashAttention-4's function, of which the output alone is returned; None where it is not installed."""
+    """Return FlashAttention-4's function, changed to return only the output; None if it is not installed."""
     if flash_attention() != 4:
         return None
     function = importlib.import_module("flash_attn.cute").flash_attn_func
@@ -224,7 +224,7 @@ def _flash() -> Callable | None:
 
 
 def _flex(case: Case, q: Tensor, k: Tensor, v: Tensor, keep: Tensor, ours: Callable) -> Callable[[], Tensor]:
-    """FlexAttention with the same mask, whose blocks are found beforehand; it fails where its output is not ours."""
+    """Return FlexAttention with the same mask; its first call makes the block mask and checks its output."""
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
     group, unit, window = case.HQ // case.HM, case.unit, case.window

@@ -1,4 +1,4 @@
-"""SSD and its decoding step beside FLA's `chunk_simple_gla`, and with Δ, A and D beside mamba_ssm's chunk scan."""
+"""Time SSD and its decoding step, FLA's `chunk_simple_gla` and, with Δ, A and D, mamba_ssm's chunk scan."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SHAPES = [
     (1, 512, 16, 16, 128, 128, False),
 ]
 CPU_SHAPES = [(2, 256, 2, 2, 32, 32, False), (2, 256, 1, 4, 32, 16, False)]
-# what the first list leaves out: few and many heads, K and V of 64 to 256 and unequal, tokens from 64 on
+# shapes that are not in SHAPES: few and many heads, K and V of 64 to 256 and unequal, 64 tokens and more
 SWEEP = [
     (1, 64, 16, 16, 128, 128, False),
     (32, 64, 16, 16, 128, 128, False),
@@ -52,7 +52,7 @@ SWEEP = [
     (2, 4096, 8, 64, 64, 64, False),
 ]
 CPU_SWEEP = [(1, 64, 1, 2, 16, 32, False), (1, 4096, 1, 1, 16, 16, True)]
-# FLA tunes itself for minutes at every new number of heads and head size, so it meets only these (heads, K, V)
+# FLA autotunes for minutes at every new number of heads and head size, so it only runs for these (heads, K, V)
 FLA_SIZES = {(16, 128, 128)}
 # batch, groups, heads, K, V
 DECODE_SHAPES = [(1, 16, 16, 128, 128), (32, 16, 16, 128, 128), (128, 16, 16, 128, 128)]
@@ -72,7 +72,7 @@ torch.cuda.synchronize()
 
 
 def rows(device: str) -> list[dict]:
-    """Measurements of training and of decoding on `device`, one row an implementation and shape."""
+    """Measure training and decoding on `device`; return one row per implementation and shape."""
     out = []
     for shape in SHAPES if device != "cpu" else CPU_SHAPES:
         out += _training_rows(shape, device)
@@ -82,12 +82,12 @@ def rows(device: str) -> list[dict]:
 
 
 def sweep(device: str) -> list[dict]:
-    """Training at the shapes of `SWEEP`, beside every baseline that runs there; FLA tunes itself for half an hour."""
+    """Measure training at the shapes of `SWEEP` with all baselines that support it; FLA autotunes for 30 minutes."""
     return [row for shape in (SWEEP if device != "cpu" else CPU_SWEEP) for row in _training_rows(shape, device)]
 
 
 def versions(device: str) -> list[dict]:
-    """Both forms of the kernels on the installed Triton."""
+    """Measure the Triton and the Gluon kernels on the installed Triton."""
     B, T, H, D = (8, 4096, 16, 128) if device != "cpu" else (1, 128, 1, 16)
     q, k = (_random(B, T, H, D, device=device).mul_(D**-0.5).requires_grad_() for _ in range(2))
     v = _random(B, T, H, D, device=device).requires_grad_()
@@ -103,7 +103,7 @@ def _training_rows(shape: tuple, device: str) -> list[dict]:
     cu_seqlens = cu_seqlens_from_lengths(mixed_lengths(T)).to(device) if packed else None
     forwards: dict[str, Callable[[], Tensor]] = {}
     if G < HV:
-        # heads that share q and k are Mamba-2's, which has steps Δ, decays Δ · A and a value's way past the state
+        # if heads share q and k, measure Mamba-2's form, with step sizes Δ, decays Δ · A and a skip connection D
         dt = torch.rand(B, T, HV, device=device).mul_(0.1).requires_grad_()
         A = (-0.5 - torch.rand(HV, device=device)).requires_grad_()
         D = torch.randn(HV, device=device, requires_grad=True)

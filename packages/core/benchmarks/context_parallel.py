@@ -1,4 +1,4 @@
-"""Time of one sequence split over all GPUs of a host, beside one GPU.
+"""Time one sequence that is split over all GPUs of a host, and the same on one GPU.
 
     torchrun --nproc-per-node 2 packages/core/benchmarks/context_parallel.py operation --tokens 262144
     torchrun --nproc-per-node 2 packages/core/benchmarks/context_parallel.py model --tokens 131072
@@ -198,7 +198,7 @@ def main() -> None:
     except Exception:
         traceback.print_exc()
         os._exit(1)
-    # idle ranks wait here for all measurements
+    # idle ranks wait here until all measurements are done
     faulthandler.dump_traceback_later(args.limit * (5 if args.alone else 1), exit=True)
     dist.barrier()
     dist.destroy_process_group()

@@ -1,12 +1,13 @@
-"""Whether a change of the sources leaves training as it was: `python curves.py RECIPE --before CHECKOUT [options]`.
+"""Check whether a change of the sources changes training: `python curves.py RECIPE --before CHECKOUT [options]`.
 
 A recipe's model, with weights from one seed, reads the same rows of the built-in text in three processes: with the
-sources of another checkout of this workspace, with these, and with these while the rows of each batch stand the other
-way round. The last two differ by nothing but the order of sums, so their distance is what rounding does to a curve of
-this length; a change that rounds otherwise, and nothing else, moves the curve by no more than about that.
+sources of another checkout of this workspace, with these sources, and with these sources and the rows of each batch in
+reverse order. The last two differ only in the order of sums, so their distance is the effect of rounding on a loss
+curve of this length. A change that only rounds differently moves the curve by about this distance at most.
 
-A step is as recipes train: bfloat16 autocast on a GPU, clipping, AdamW, float32 weights. What is told of two curves is
-the greatest distance between them, each a mean over a tenth of the run, and between the means of their last tenths.
+A step is like that of recipes: bfloat16 autocast on a GPU, clipping, AdamW, float32 weights. The results are, for two
+curves, the greatest distance between their moving averages over a tenth of the run, and the distance between the means
+of their last tenths.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ WARMUP = 20
 
 
 def rows_of_text(steps: int, rows: int, length: int, vocab: int) -> torch.Tensor:
-    """Bytes of the built-in text, `[steps, rows, length]`, repeated where it ends; those beyond `vocab` are 0."""
+    """Return bytes of the built-in text, `[steps, rows, length]`, repeated if too few; bytes ≥ `vocab` become 0."""
     from tokenmix_core.data.sources import stdlib_source
 
     text = torch.frombuffer(bytearray("".join(stdlib_source().documents()), "utf-8"), dtype=torch.uint8)
@@ -41,7 +42,7 @@ def rows_of_text(steps: int, rows: int, length: int, vocab: int) -> torch.Tensor
 
 
 def prepare(recipe: str, folder: Path, *, steps: int, rows: int, length: int) -> None:
-    """Write what all processes begin with: the model and the rows."""
+    """Write the model and the rows with which all processes begin."""
     from transformers import AutoModelForCausalLM
 
     sys.path.insert(0, str(HERE.parent))
@@ -54,7 +55,7 @@ def prepare(recipe: str, folder: Path, *, steps: int, rows: int, length: int) ->
 
 
 def train(folder: Path, package: str, rate: float, rotated: bool, device: torch.device) -> list[float]:
-    """The losses of a run over the folder's rows; of the sources it asks a model that transformers loads, no more."""
+    """Return the losses of training on the folder's rows; only the loaded model is from the sources."""
     from transformers import AutoModelForCausalLM
 
     importlib.import_module(package)
@@ -77,7 +78,7 @@ def train(folder: Path, package: str, rate: float, rotated: bool, device: torch.
 
 
 def distances(curves: dict[str, list[float]]) -> list[dict[str, Any]]:
-    """How far the curve before lies from the one after, and rounding from that: a row each."""
+    """Return two rows: the distance between the curves before and after the change, and that due to rounding."""
     told = []
     for one, other in ((BEFORE, AFTER), (TURNED, AFTER)):
         a, b = (torch.tensor(curves[name], dtype=torch.float64) for name in (one, other))
@@ -98,7 +99,7 @@ def distances(curves: dict[str, list[float]]) -> list[dict[str, Any]]:
 
 
 def main(arguments: Sequence[str] | None = None) -> list[dict[str, Any]]:
-    """Train thrice, print the distances, and keep them with the curves where `--out` says."""
+    """Train three times, print the distances, and write them with the curves to the file `--out`."""
     parser = argparse.ArgumentParser(description="compare training by these sources with training by others")
     parser.add_argument("recipe", help="of core, or module:name")
     parser.add_argument("--before", type=Path, required=True, help="another checkout of this workspace")
@@ -124,7 +125,7 @@ def main(arguments: Sequence[str] | None = None) -> list[dict[str, Any]]:
             print(f"training {name}", file=sys.stderr, flush=True)
             sources = [str(path.resolve()) for path in sorted(checkout.glob("packages/*/src"))]
             run = [str(checkout.resolve()), str(folder), package, str(given.rate), name, given.device]
-            # before what is installed
+            # these sources precede installed packages
             path = os.pathsep.join([*sources, os.environ.get("PYTHONPATH", "")])
             code = f"import runpy; runpy.run_path({str(HERE)!r})['child']()"
             subprocess.run([sys.executable, "-c", code, *run], check=True, env={**os.environ, "PYTHONPATH": path})
@@ -138,7 +139,7 @@ def main(arguments: Sequence[str] | None = None) -> list[dict[str, Any]]:
 
 
 def child() -> None:
-    """A run in a process of its own, its arguments those of the command."""
+    """Train in a process of its own, with the arguments of the command line."""
     checkout, folder, package, rate, name, device = sys.argv[1:]
     where = importlib.import_module(package).__file__ or ""
     if not Path(where).resolve().is_relative_to(checkout):

@@ -1,9 +1,9 @@
-"""What a token of whole models takes, beside the time of its bytes: `python decoding.py [--only NAME] [options]`.
+"""Time a decoded token of whole models, and the reading of its bytes: `python decoding.py [--only NAME] [options]`.
 
-Models of recipes, and a Llama of 8B converted to NHA, with random weights in bfloat16, read a prompt; then each takes
-turns of recorded steps (`model.decoding`), of which the best counts. Rows go into the JSON of the documents' table as
-they come, in the place of older ones of the same device, model, sequences and tokens. All papers' packages must be
-there.
+The models of recipes, and a Llama of 8B converted to NHA, with random weights in bfloat16, read a prompt. Then each one
+runs several turns of captured steps (`model.decoding`), of which the fastest counts. Rows are written at once into the
+JSON file of the documents' table and replace older rows of the same device, model, batch size and prompt. All papers'
+packages must be installed.
 """
 
 from __future__ import annotations
@@ -32,26 +32,26 @@ sys.path.insert(0, str(Path(__file__).parent))
 import step
 
 RESULTS = Path(__file__).parents[3] / "docs" / "results" / "tokens.json"
-# tokens of a prompt that are read at once
+# maximum number of tokens of a prompt that one call reads
 PIECE = 2**17
-# a row of the table stands for these
+# the fields that identify a row of the table
 KEY = ("model", "size", "batch", "after", "note")
 TOLD = (*KEY, "step_ms", "floor_ms", "held_mib", "prompt_s")
 
 
 @dataclass(frozen=True)
 class Job:
-    """One row.
+    """A row of the table.
 
     Attributes:
-        model, size: in the table.
-        recipe: `module:name`, or the 8B model.
-        after: tokens of the prompt.
-        batch: sequences.
-        options: by mixer, options of its layers that differ from the recipe's.
-        share: of chunks that are softmax in NAtS-L's layers; None leaves it to the random weights, which take a half.
-        repeated: the prompt is read once, and its state repeated for all sequences.
-        note: in the table, what is not as the recipe has it.
+        model, size: names in the table.
+        recipe: the recipe `module:name`, or `EIGHT` for the 8B model.
+        after: number of tokens of the prompt.
+        batch: number of sequences.
+        options: for each mixer, the options of its layers that differ from the recipe's.
+        share: fraction of softmax chunks in NAtS-L's layers; with None, random weights decide, about a half.
+        repeated: whether one prompt is read and its state copied for all sequences.
+        note: text in the table that states differences from the recipe.
     """
 
     model: str
@@ -66,7 +66,7 @@ class Job:
 
 
 def jobs() -> list[Job]:
-    """The rows of the documents' table, those of a model together."""
+    """Return the rows of the documents' table, grouped by model."""
     nats_l, lte = "tokenmix_nats_l.recipes", "tokenmix_lte.recipes"
     quarter: dict[str, Any] = {"share": 0.25, "note": "a quarter softmax"}
     found = []
@@ -101,7 +101,7 @@ EIGHT = "llama-8b"
 
 
 def model_of(job: Job, device: torch.device) -> Any:
-    """The job's model with random weights on the device."""
+    """Return the job's model with random weights on the device."""
     from transformers import AutoModelForCausalLM
 
     with device:
@@ -117,7 +117,7 @@ def model_of(job: Job, device: torch.device) -> Any:
 
 
 def _eight(**sizes: int) -> Any:
-    """A model of Llama 3's 8B, of whose layers every eighth stays full and the others take NHA; `sizes` for a test."""
+    """Return a model of the size of Llama 3's 8B: every eighth layer stays full attention, the others become NHA."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     from tokenmix_nha.conversion import convert
@@ -133,7 +133,7 @@ def _eight(**sizes: int) -> Any:
 
 
 def drawn(share: float | None) -> AbstractContextManager[Any]:
-    """NAtS-L's types drawn by the digits of their scores, so that about this share of chunks is softmax."""
+    """Context manager: digits of the scores draw NAtS-L's types, so that about this fraction of chunks is softmax."""
     if share is None:
         return nullcontext()
     from tokenmix_nats_l.chunks import ChunkTypes
@@ -148,9 +148,10 @@ def drawn(share: float | None) -> AbstractContextManager[Any]:
 
 @torch.inference_mode()
 def measure(job: Job, model: Any, *, tokens: int = 64, turns: int = 2) -> dict[str, Any]:
-    """A row: the best turn's time of a token, beside that of reading weights and state once.
+    """Return a row: the time per token in the best turn, and the time to read weights and state once.
 
-    Turns are of as many tokens as a chunk of NAtS-L's, or as LTE scores at once: what one step in 64 does counts.
+    A turn has 64 tokens, as many as a chunk of NAtS-L or as LTE scores at once, so that it includes work done in one
+    step of 64.
     """
     device = model.device
     watch = Stopwatch(device)
@@ -158,7 +159,7 @@ def measure(job: Job, model: Any, *, tokens: int = 64, turns: int = 2) -> dict[s
     generator = torch.Generator().manual_seed(0)
     prompt = torch.randint(0, model.config.vocab_size, (sequences, job.after), generator=generator).to(device)
     with drawn(job.share):
-        # the first compiles kernels and asks for memory
+        # the first call compiles kernels and allocates memory
         _read(model, prompt)
         outputs: list[Any] = []
         prompt_seconds = watch.time(lambda: outputs.append(_read(model, prompt)))
@@ -175,7 +176,7 @@ def measure(job: Job, model: Any, *, tokens: int = 64, turns: int = 2) -> dict[s
                 given = model(input_ids=given, cache=cache, use_cache=True).logits[:, -1:].argmax(-1)
 
         with model.decoding(cache):
-            # the first ones move the cache, and each form of a step is made twice, to be recorded
+            # the first steps move the cache, and each form of a step runs twice, the second time to be captured
             steps(2 * tokens + 1)
             held = cache_bytes(cache, allocated=False)
             seconds = min(watch.time(lambda: steps(tokens)) / tokens for _ in range(turns))
@@ -189,7 +190,7 @@ def measure(job: Job, model: Any, *, tokens: int = 64, turns: int = 2) -> dict[s
 
 
 def _read(model: Any, prompt: torch.Tensor) -> Any:
-    """Read a prompt, a very long one in pieces, as whole it would not fit beside what layers make of it."""
+    """Read a prompt; a very long one in pieces, because activations of the whole prompt would not fit into memory."""
     cache = None
     for piece in prompt.split(PIECE, 1):
         output = model(input_ids=piece, cache=cache, use_cache=True, logits_to_keep=1)
@@ -198,12 +199,12 @@ def _read(model: Any, prompt: torch.Tensor) -> Any:
 
 
 def rows(chosen: Sequence[Job], device: torch.device) -> Iterator[dict]:
-    """Yield a row for each job; those in a row that differ in tokens alone share a model."""
+    """Yield a row for each job; consecutive jobs that differ only in the number of tokens share a model."""
     model, of = None, None
     for job in chosen:
         print(f"{job.model} {job.size}, {job.batch} x {job.after:,}", file=sys.stderr, flush=True)
         if of != (job.recipe, job.options, job.share):
-            # before the next one is made
+            # free the model before the next one is made
             model = None
             gc.collect()
             if device.type == "cuda":
@@ -216,7 +217,7 @@ def rows(chosen: Sequence[Job], device: torch.device) -> Iterator[dict]:
 
 
 def keep(row: dict[str, Any], path: Path) -> None:
-    """Write a row into the JSON, in the place of one that it repeats on the same device."""
+    """Write a row into the JSON file; it replaces the row of the same job on the same device."""
     found = json.loads(path.read_text()) if path.exists() else []
     row = {**row, "environment": environment()}
     same = [i for i, other in enumerate(found) if _identity(other) == _identity(row)]
@@ -232,7 +233,7 @@ def _identity(row: dict[str, Any]) -> list[Any]:
 
 
 def main(arguments: list[str] | None = None) -> list[dict]:
-    """Measure, print, and keep what a GPU gave."""
+    """Measure and print; on a GPU also save the rows."""
     parser = argparse.ArgumentParser(description="measure a token of whole models beside its bytes")
     only = 'rows whose model and size have this, such as "NHA" or "380M"; may be given again'
     parser.add_argument("--only", action="append", default=[], metavar="NAME", help=only)

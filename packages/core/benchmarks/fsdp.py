@@ -1,4 +1,4 @@
-"""Tokens/s of a recipe on one GPU, and by DDP and FSDP2 on several, each in processes of its own.
+"""Measure tokens/s of a recipe on one GPU, and by DDP and FSDP2 on several, each in processes of its own.
 
     python packages/core/benchmarks/fsdp.py --ranks 1 2 4 --recipe gated_delta_net-380m
 
@@ -91,7 +91,7 @@ def train(ranks: int, flags: list[str], steps: int, limit: float, context: Any) 
 
 
 def main() -> None:
-    """Run and print."""
+    """Run the measurements and print them."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--recipe", default="gated_delta_net-380m")
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2])

@@ -1,4 +1,4 @@
-"""Random models of transformers' hybrid families, small ones for tests and larger ones for benchmarks."""
+"""Make random models of transformers' hybrid families, small ones for tests and larger ones for benchmarks."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-# the class of each family's configuration and of its language model
+# for each family, the names of its configuration class and of its language model class
 _CLASSES = {
     "qwen3_next": ("Qwen3NextConfig", "Qwen3NextForCausalLM"),
     "qwen3_5": ("Qwen3_5TextConfig", "Qwen3_5ForCausalLM"),
@@ -32,17 +32,17 @@ def field_config(
     family: str, *, width: int = 32, head: int = 8, state: int = 8, layers: int = 2, vocab: int = 64, groups: int = 2,
     chunk: int = 16,
 ) -> Any:  # fmt: skip
-    """A family's configuration: its last layer attends, where the family can, and the others do not.
+    """Return a family's configuration whose last layer has attention, if the family permits this, and no other layer.
 
     Args:
         family: a key of `tokenmix_core.integrations.transformers.FAMILIES`.
-        width: of the model.
+        width: width of the model.
         head: size of the heads of attention and of values.
         state: size of the heads of keys, which is SSD's state size.
-        layers: how many.
-        vocab: how many words.
-        groups: of SSD's heads, which share B and C.
-        chunk: tokens of a chunk of SSD, for transformers' own scans.
+        layers: number of layers.
+        vocab: size of the vocabulary.
+        groups: number of groups of SSD's heads; the heads of a group share B and C.
+        chunk: number of tokens of a chunk of SSD in transformers' own scans.
     """
     attention = {"num_attention_heads": width // head, "num_key_value_heads": width // head // 2, "head_dim": head}
     common = {
@@ -91,7 +91,7 @@ def field_config(
             "indexer_kv_heads": 1, "indexer_head_dim": head, "indexer_budget": 64, "indexer_compress_ratio": 4,
             "hc_count": 2, "hc_lowrank": 8,
         },
-        # all experts: rounding to bfloat16 would select others
+        # select all experts: rounding to bfloat16 would otherwise select other ones
         "lara_mini": {**attention, **delta, **experts, "num_experts_per_tok": 4},
         "lfm2": {**attention, **mlp, "layer_types": ["conv"] * (layers - 1) + kinds[-1:]},
         "lfm2_moe": {
@@ -110,16 +110,16 @@ def field_config(
 
 
 def field_model(family: str, *, seed: int = 0, device: str = "cpu", **sizes: int) -> torch.nn.Module:
-    """A random language model of a family, in evaluation mode; sizes as `field_config`'s."""
+    """Return a random language model of a family, in evaluation mode; `sizes` are arguments of `field_config`."""
     torch.manual_seed(seed)
     home = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
-    # made where it is to be: large ones take a CPU many seconds
+    # make it on its device, because a CPU takes many seconds for large models
     with torch.device(device):
         model = getattr(home, _CLASSES[family][1])(field_config(family, **sizes)).eval()
     generator = torch.Generator(device).manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            # far from what they begin with, so that nothing cancels and every path is seen
+            # draw values far from the initial ones, so that no terms cancel and every path has an effect
             if name.endswith(("conv1d.weight", "conv1d.bias", "conv.conv.weight", "dt_bias")):
                 parameter.uniform_(-0.5, 0.5, generator=generator)
             elif parameter.dim() > 1:

@@ -1,9 +1,10 @@
-"""Measure reading a prompt into a cache, beside the baselines of `step.py`: `python prompts.py RECIPE... [options]`.
+"""Time reading a prompt into a cache, with the baselines of `step.py`: `python prompts.py RECIPE... [options]`.
 
-Models of recipes with random weights in bfloat16, and FLA's and transformers' of the same sizes where these are
-installed (Llama by flash-attn where that is, else by torch's attention). A read is a forward pass that fills a cache
-and gives the last token's logits: what a user waits for before the first new token. Of each model and length the median
-of a few reads counts, models taking turns, and the peak of memory beside the weights.
+The models are those of recipes, with random weights in bfloat16, and FLA's and transformers' models of the same sizes,
+if these libraries are installed (Llama uses flash-attn if installed, else torch's attention). A read is a forward pass
+that fills a cache and returns the last token's logits: the time that a user waits for the first new token. For each
+model and length the result is the median of a few reads, in which models take turns, and the peak of memory without
+weights.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ TOLD = ("op", "shape", "impl", "ms", "thousand_tokens_s", "peak_gib")
 
 
 def readers(name: str, only: Sequence[str]) -> dict[str, Callable[[], Any]]:
-    """By name, what makes the recipe's model and its baselines; those of them whose name has one of `only`, or all."""
+    """Return functions that make the recipe's model and its baselines, by name, if the name contains one of `only`."""
     made = {impl.removesuffix(" eager"): make for _, impl, make, form in step.chosen([name]) if form == "eager"}
     return {impl: make for impl, make in made.items() if not only or any(x.lower() in impl.lower() for x in only)}
 
@@ -57,7 +58,7 @@ def read(model: Any, prompt: Tensor) -> None:
 def measure(
     names: Sequence[str], lengths: Sequence[int], *, only: Sequence[str] = (), device: torch.device, turns: int = 5
 ) -> Iterator[dict[str, Any]]:
-    """Yield a row for each recipe, length and model; one that fails is left out, with a line that says why."""
+    """Yield a row for each recipe, length and model; for a model that fails, print why instead."""
     watch, cuda = Stopwatch(device), device.type == "cuda"
     for name in names:
         models = {impl: _model(make, device) for impl, make in readers(name, only).items()}
@@ -73,9 +74,9 @@ def measure(
                     torch.cuda.reset_peak_memory_stats()
                 before = torch.cuda.memory_allocated() if cuda else 0
                 try:
-                    # the first compiles kernels
+                    # the first call compiles kernels
                     read(model, prompt)
-                # baselines fail in errors of their own
+                # baselines raise errors of any type
                 except Exception as error:
                     print(f"{impl} does not read {length:,} tokens: {type(error).__name__}: {str(error)[:300]}")
                     continue
@@ -97,7 +98,7 @@ def measure(
 
 
 def main(arguments: list[str] | None = None) -> list[dict]:
-    """Measure, print, and keep what a GPU gave."""
+    """Measure and print; on a GPU also save the rows."""
     parser = argparse.ArgumentParser(description="measure reading prompts into caches beside baselines")
     parser.add_argument("recipes", nargs="*", default=list(DEFAULT), help="of core, or module:name")
     parser.add_argument("--only", action="append", default=[], metavar="NAME", help="models whose name has this")

@@ -23,7 +23,7 @@ MALFORMED = ({"temperature": "hot"}, {"prompt": {}}, {"n": 0}, {"stop": [""]}, {
 
 
 def memory(pid: int | None) -> float | None:
-    """MiB of a process that are in memory."""
+    """Return the MiB of a process that are in memory."""
     if pid is None:
         return None
     pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
@@ -31,7 +31,7 @@ def memory(pid: int | None) -> float | None:
 
 
 class Load:
-    """Requests to one server, and the answers counted by kind of request and status."""
+    """Requests to one server, and counts of the answers by kind of request and status."""
 
     def __init__(self, client: openai.AsyncOpenAI, model: str) -> None:
         self.client, self.model, self.rng = client, model, random.Random(0)

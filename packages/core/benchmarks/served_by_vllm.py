@@ -1,4 +1,4 @@
-"""Checks that vLLM, with our plug-in, generates the tokens that `generate` does; in an environment that has vLLM."""
+"""Check that vLLM, with our plug-in, generates the same tokens as `generate`; needs an environment with vLLM."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from typing import Any
 
 import torch
 
-# ragged prompts: of one token, around chunks of 64, and longer than several of them
+# prompts of unequal lengths: one token, about a chunk of 64 tokens, and longer than several chunks
 LENGTHS = (1, 3, 64, 65, 130, 40, 2, 200, 231)
 NEW = 10
 
 
 def prompts_of(vocab_size: int, lengths: tuple[int, ...] = LENGTHS) -> list[list[int]]:
-    """Return ragged prompts; the last two begin with the tokens of the longest one."""
+    """Return prompts of unequal lengths; the last two begin with the tokens of the longest one."""
     generator = torch.Generator().manual_seed(1)
     prompts = [torch.randint(1, vocab_size, (n,), generator=generator).tolist() for n in lengths]
     longest = max(prompts, key=len)
@@ -26,7 +26,7 @@ def prompts_of(vocab_size: int, lengths: tuple[int, ...] = LENGTHS) -> list[list
 
 @contextlib.contextmanager
 def engine(folder: Path | str, **options: Any) -> Iterator[Any]:
-    """Context with vLLM's engine for the model in a folder, in this process; prompts are split into chunks of 64."""
+    """Context manager: yield vLLM's engine for the model in a folder; prompts are split into chunks of 64."""
     os.environ.update(
         VLLM_ENABLE_V1_MULTIPROCESSING="0",
         VLLM_NO_USAGE_STATS="1",

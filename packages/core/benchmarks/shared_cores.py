@@ -1,4 +1,4 @@
-"""Seconds of ten training steps on two cores, alone and beside processes that keep these cores busy.
+"""Measure the seconds of ten training steps on two cores, alone and with other processes that keep these cores busy.
 
 `python shared_cores.py` runs `tokenmix train tiny` as users do, with OpenMP's threads asleep at barriers
 (`OMP_WAIT_POLICY=PASSIVE`, which the commands set), and `--active` with threads that spin there. A median beside two
@@ -35,7 +35,7 @@ def train_seconds(environment: dict[str, str]) -> float:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Measure and print."""
+    """Measure and print the seconds."""
     parser = argparse.ArgumentParser(description="measure training beside busy processes")
     parser.add_argument("--active", action="store_true", help="let threads spin at barriers")
     parser.add_argument("--repeats", type=int, default=3, help="runs of which the median counts")

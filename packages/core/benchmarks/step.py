@@ -1,15 +1,15 @@
-"""Where the time of a training step goes, and how near its floor it is: `python step.py RECIPE... [options]`.
+"""Time a training step by kind of kernel and compare it with its floor: `python step.py RECIPE... [options]`.
 
 A step is forward, backward, clipping and fused AdamW, with float32 weights under bfloat16 autocast, as recipes train.
-Models named by recipe (of core, or `tokenmix_nats_l.recipes:gdn-380m`) run eagerly, with passes that a CUDA graph
-repeats (`training_graph`), and compiled, beside FLA's and transformers' models of the same sizes where these are
-installed, or those of them that `--only` names. For each: thousand tokens a second, peak GiB, seconds of the first
-step, milliseconds of device time by kind of kernel, and the share of the floor.
+Models named by recipe (of core, or `tokenmix_nats_l.recipes:gdn-380m`) run eagerly, with passes captured as a CUDA
+graph (`training_graph`), and compiled; so do FLA's and transformers' models of the same sizes, if installed. `--only`
+selects models by name. For each model the results are: thousand tokens per second, peak GiB, seconds of the first step,
+milliseconds of device time by kind of kernel, and the floor as a fraction of the time.
 
-Each model takes a turn as soon as it is warm, ours first; then all, still in memory, take turns in rounds, of which the
-median counts. A row is printed and kept after each turn, with the rounds behind it, so that a run that is cut off
-leaves the earlier rows: 0 rounds are the turn that a model took alone. With `--rounds 0` each model is dropped after
-its turn, so that a GPU need hold one alone. `step_floor.py` defines the floor.
+Each model takes a turn as soon as it is warm, ours first; then all models, still in memory, take turns in rounds, and
+the median of the turns counts. A row is printed and saved after each turn, with the number of finished rounds, so that
+an interrupted run keeps its rows; 0 rounds mark the turn that a model took alone. With `--rounds 0` each model is freed
+after its turn, so that the GPU's memory need hold only one. `step_floor.py` defines the floor.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ Form = Literal["eager", "graph", "compiled"]
 
 
 def kept_bytes(model: Any, ids: Tensor) -> int:
-    """Bytes that a forward pass keeps for its backward pass, each storage once, without parameters."""
+    """Return the bytes that a forward pass saves for its backward pass, except parameters; storages count once."""
     parameters = {p.untyped_storage().data_ptr() for p in model.parameters()}
     kept: dict[int, int] = {}
 
@@ -53,7 +53,7 @@ def kept_bytes(model: Any, ids: Tensor) -> int:
             kept[storage.data_ptr()] = storage.nbytes()
         return x
 
-    # everything stays alive until the end, so that no address is used twice
+    # all saved tensors stay alive until the end, so that no address is reused
     with torch.autograd.graph.saved_tensors_hooks(note, lambda x: x), autocast(ids.device):
         loss = model(ids, labels=ids).loss
     del loss
@@ -61,18 +61,18 @@ def kept_bytes(model: Any, ids: Tensor) -> int:
 
 
 def autocast(device: torch.device) -> Any:
-    """As recipes train on a GPU; nothing on a CPU."""
+    """Return autocast to bfloat16 on a GPU, as in training by recipes; on a CPU a context that changes nothing."""
     return torch.autocast("cuda", torch.bfloat16) if device.type == "cuda" else nullcontext()
 
 
 class Training:
-    """A model that takes steps.
+    """A model with its optimizer, whose training steps are measured.
 
     Attributes:
-        model: the model itself, where its loss is compiled, too.
+        model: the model, not compiled.
         resident: bytes of weights, gradients and the optimizer's state.
         first: seconds of the first step.
-        peak: bytes at most beside what others hold; of a graph, whose memory is its own, with the steps before it.
+        peak: peak bytes without the memory of other models; with a CUDA graph, the warm steps before it are included.
     """
 
     def __init__(self, make: Callable[[], nn.Module], device: torch.device, form: Form) -> None:
@@ -89,7 +89,7 @@ class Training:
         self._before, self.resident, self.first, self.peak = before, 0, 0.0, 0
 
     def step(self, ids: Tensor) -> Tensor:
-        """Forward, backward, clipping, AdamW."""
+        """Run forward, backward, clipping and AdamW."""
         inputs = {"input_ids": ids, "labels": ids}
         made = self._passes(inputs) if self.recorded is None else self.recorded(self._passes, inputs, None)
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
@@ -104,7 +104,7 @@ class Training:
         return Losses(loss.detach(), {})
 
     def warm(self, ids: Tensor, steps: int) -> list[float]:
-        """The first steps, whose losses are returned."""
+        """Run the first steps and return their losses."""
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
         start = time.perf_counter()
@@ -120,7 +120,7 @@ class Training:
         return losses
 
     def time(self, ids: Tensor, steps: int) -> float:
-        """Milliseconds a step, mean over `steps` steps between two events."""
+        """Return the milliseconds of a step, the mean over `steps` steps between two events."""
         if self.device.type != "cuda":
             start = time.perf_counter()
             for _ in range(steps):
@@ -138,7 +138,7 @@ class Training:
         return begin.elapsed_time(end) / steps
 
     def profile(self, ids: Tensor, steps: int = 3) -> dict[str, float]:
-        """Milliseconds of device time a step by kind of kernel, the largest first; empty on a CPU."""
+        """Return the milliseconds of device time per step by kind of kernel, the largest first; empty on a CPU."""
         if self.device.type != "cuda":
             return {}
         from torch.autograd import DeviceType
@@ -150,7 +150,7 @@ class Training:
             torch.cuda.synchronize()
         times: dict[str, float] = {}
         for event in seen.events():
-            # ranges that somebody named span kernels, which would count twice
+            # annotated ranges span kernels, which would then count twice
             if event.device_type == DeviceType.CUDA and not getattr(event, "is_user_annotation", False):
                 kind = kind_of(event.name)
                 times[kind] = times.get(kind, 0.0) + event.time_range.elapsed_us() / 1e3 / steps
@@ -158,7 +158,7 @@ class Training:
 
 
 def recipe_named(name: str) -> Any:
-    """A recipe of core by name, or `module:name` of another package's."""
+    """Return a recipe of core by its name, or of another package by `module:name`."""
     module, _, recipe = name.rpartition(":")
     recipes = importlib.import_module(module or "tokenmix_core.training.baselines").RECIPES
     if recipe not in recipes:
@@ -167,7 +167,7 @@ def recipe_named(name: str) -> Any:
 
 
 def models(recipe: Any) -> dict[str, tuple[Callable[[], nn.Module], Form]]:
-    """By name, how a model is made and the form in which it runs: the recipe's own, then baselines of its sizes."""
+    """Return, by name, a function that makes a model and the form in which it runs: the recipe's, then baselines."""
     from transformers import AutoModelForCausalLM
 
     config = recipe.model_config()
@@ -213,7 +213,7 @@ def _fla(config: Any) -> nn.Module:
 
 @dataclass
 class Measured:
-    """One warm model of a recipe, and what its turns gave."""
+    """One warm model of a recipe, and the times of its turns."""
 
     name: str
     impl: str
@@ -225,7 +225,7 @@ class Measured:
     times: list[float] = field(default_factory=list)
 
     def row(self, rounds: int, kinds: dict[str, float] | None = None) -> dict[str, Any]:
-        """A row of the JSON, whose time is the median of the turns, after so many rounds."""
+        """Return a row of the JSON file after this number of rounds; its time is the median of the turns."""
         (B, T), ms = self.ids.shape, statistics.median(self.times)
         return {
             "op": f"training step, {self.name}",
@@ -247,10 +247,10 @@ class Measured:
 
 
 def chosen(names: Sequence[str], only: Sequence[str] = ()) -> list[tuple[str, str, Callable[[], nn.Module], Form]]:
-    """Recipe, name, maker and form of the models whose name has one of `only`, or of all; ours first.
+    """Return recipe, name, maker and form of the models whose name contains one of `only` (or of all), ours first.
 
     Raises:
-        ValueError: an unknown recipe, or a part of `only` that no model's name has.
+        ValueError: an unknown recipe, or an entry of `only` that no model's name contains.
     """
     every = [(name, impl, *made) for name in names for impl, made in models(recipe_named(name)).items()]
     known = list(dict.fromkeys(impl for _, impl, _, _ in every))
@@ -288,21 +288,21 @@ def measure(
         config = recipe_named(name).model_config()
         generator = torch.Generator(where).manual_seed(0)
         ids = torch.randint(0, config.vocab_size, (rows, length), generator=generator, device=where)
-        # shapes alone, so that a baseline has its floor without our model
+        # only shapes are needed, so that a baseline gets its floor without our model
         with torch.device("meta"):
             parts = floor(AutoModelForCausalLM.from_config(config), rows, length, chip_of(where))
         try:
             one = _warmed(Training(make, where, form), name, impl, ids, parts, warmup, keep=rounds > 0)
             one.times = [one.training.time(ids, steps)]
             row = one.row(0, None if rounds else one.training.profile(ids))
-        # baselines and compilers fail in errors of their own
+        # baselines and compilers raise errors of any type
         except Exception as error:
             print(f"{impl} does not run {name}: {type(error).__name__}: {str(error)[:300]}", flush=True)
             one = row = None
         if row is not None:
             yield row
             warm += [one] if rounds else []
-        # the memory of a model that failed, or whose only turn is over
+        # free the memory of a model that failed or had its only turn
         one = None
         gc.collect()
         if where.type == "cuda":
@@ -310,7 +310,7 @@ def measure(
     for done in range(rounds):
         say(f"round {done + 1} of {rounds}")
         for one in warm:
-            # the turn alone gives way to the first that others took beside it
+            # the first round replaces the time of the turn that the model took alone
             one.times = [*(one.times if done else ()), one.training.time(one.ids, steps)]
             yield one.row(done + 1)
     for one in warm if where.type == "cuda" else ():
@@ -321,7 +321,7 @@ def measure(
 def _warmed(
     training: Training, name: str, impl: str, ids: Tensor, parts: dict[str, float], warmup: int, *, keep: bool
 ) -> Measured:
-    """A model after its first steps; what it keeps is counted where that much more memory is to be had (`keep`)."""
+    """Return a model after its first steps; with `keep`, also count the bytes saved for backward, if memory permits."""
     losses = training.warm(ids, warmup)
     if training.recorded is not None and not any(training.recorded.graphs.values()):
         raise RuntimeError("no passes were recorded")
@@ -331,17 +331,17 @@ def _warmed(
 
 
 def say(line: str) -> None:
-    """Tell on stderr what is under way."""
+    """Print a line about the progress to stderr."""
     print(line, file=sys.stderr, flush=True)
 
 
-# the columns that are printed; the JSON has more
+# the columns that are printed; the JSON file has more
 TOLD = ["op", "impl", "rounds", "step_ms", "thousand_tokens_s", "peak_gib", "kept_gib", "first_step_s"]
 TOLD += ["share_of_floor", "share_as_run"]
 
 
 def report(found: Sequence[dict]) -> str:
-    """The rows as text, then the floor's parts and kernels by kind."""
+    """Return the rows as text, followed by the floor's parts and the kernels by kind."""
     lines = [table([{key: row[key] for key in TOLD} for row in found])] if found else ["nothing ran"]
     floors = {row["op"]: row["floor"] for row in found}
     told = [(f"{op}, floor", parts) for op, parts in floors.items()]
@@ -351,7 +351,7 @@ def report(found: Sequence[dict]) -> str:
 
 
 def main(arguments: list[str] | None = None) -> list[dict]:
-    """Measure, print, and keep what a GPU gave."""
+    """Measure and print; on a GPU also save the rows."""
     parser = argparse.ArgumentParser(description="measure training steps beside their floor and their baselines")
     parser.add_argument("recipes", nargs="*", default=list(DEFAULT), help="of core, or module:name")
     only = 'models whose name has this, such as "tokenmix", "tokenmix eager", "compiled", "FLA"; may be given again'

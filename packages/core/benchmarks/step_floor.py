@@ -1,12 +1,13 @@
-"""The floor of a training step: a model, not a measurement, of the least time of each part on one GPU.
+"""Compute the floor of a training step: the least possible time of each part on one GPU, by a model.
 
-- products: 6 operations a weight of every linear layer and token, the output layer included, at the chip's rate.
+- products: 6 operations per token and weight of every linear layer, the output layer included, at the chip's rate.
 - mixing: three times the mixers' operations of a forward pass, at the same rate.
-- activations: traffic between matmuls, 2 bytes an element. Forward, outputs of matmuls are read and their inputs
+- activations: traffic between matmuls, 2 bytes per element. Forward, outputs of matmuls are read and their inputs
   written once; backward, outputs are read again, gradients of inputs read, and gradients of outputs written. The
   residual stream, of 4 bytes, is read and written at each norm, and read twice and written once backward.
 - loss: logits written, read, and written as gradients, which two matmuls read.
-- weights: each read in 4 bytes and written in 2, its gradient read in 2 and written in 4; AdamW and clipping 32 bytes.
+- weights: each is read in 4 bytes and written in 2, its gradient read in 2 and written in 4; AdamW and clipping move
+  32 bytes.
 
 A step's **share as run** compares it with the measured time of its matmuls and mixing, plus one pass over activations,
 logits and weights: the remainder is lost between the given kernels.
@@ -52,13 +53,13 @@ OWN_INPUTS = ("o_proj", "out_proj", "down_proj")
 
 
 class Chip(NamedTuple):
-    """Measured peak rates: operations and bytes a second."""
+    """Measured peak rates: operations per second and bytes per second."""
 
     flops: float
     bytes: float
 
 
-# by a part of the GPU's name
+# the key is a part of the GPU's name
 CHIPS = {"H200": Chip(790e12, 4.27e12), "H100": Chip(790e12, 3.0e12)}
 
 

@@ -10,7 +10,7 @@ BENCHMARKS = sorted(Path(__file__).parent.glob("bench_*.py"))
 
 
 def having(function: str) -> list[Path]:
-    """The benchmarks that have a function of this name."""
+    """Return the benchmarks that have a function of this name."""
     return [path for path in BENCHMARKS if f"def {function}(" in path.read_text()]
 
 

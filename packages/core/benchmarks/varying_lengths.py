@@ -61,17 +61,17 @@ class Sizes:
     """Sizes of a measurement.
 
     Attributes:
-        layers: of the model, at most; 0 for the recipe's own.
-        fixed: tokens of a step of one length.
-        least, most: tokens of other steps.
-        documents: of a packed row, on average.
-        warm: steps of each kind that are not timed.
-        block: steps between two looks at the clock; each block of `generate` has every batch size equally often.
-        steps: with new lengths, the warm ones among them.
-        early: the step after which memory is looked at first.
+        layers: maximum number of layers of the model; 0 for the recipe's number.
+        fixed: tokens per step if all steps have one length.
+        least, most: minimum and maximum tokens per step if lengths vary.
+        documents: mean number of documents in a packed row.
+        warm: number of steps of each kind that are not timed.
+        block: number of steps that are timed together; each block of `generate` has every batch size equally often.
+        steps: number of steps with new lengths, warm ones included.
+        early: the step after which memory is measured for the first time.
         batches: batch sizes of `generate`.
         prompts: the least and the largest length of a prompt; their mean is the fixed one.
-        new: tokens to generate.
+        new: number of tokens to generate.
     """
 
     layers: int = 8
@@ -95,12 +95,12 @@ SMOKE = Sizes(
 
 
 def config_of(name: str, layers: int, *, smoke: bool = False) -> Any:
-    """The config of a recipe of core, or of `module:name`, with so many layers, each kind of its layers among them.
+    """Return the configuration of a recipe of core, or of `module:name`, with this number of layers of all its kinds.
 
     Args:
-        name: the recipe's.
-        layers: at most; 0 for the recipe's own.
-        smoke: whether the sizes of the package's recipe `tiny` do.
+        name: the recipe's name.
+        layers: maximum number of layers; 0 for the recipe's number.
+        smoke: whether to use the sizes of the package's recipe `tiny`.
 
     Raises:
         ValueError: an unknown recipe.
@@ -123,13 +123,13 @@ def config_of(name: str, layers: int, *, smoke: bool = False) -> Any:
 
 
 class Measurement:
-    """A model at fixed and at varying lengths.
+    """A model whose steps are measured at one length and at varying lengths.
 
     Args:
-        config: of the model.
-        sizes: of the measurement.
-        device: where it runs.
-        dtype: of the weights in `generate`; training has float32 weights, on a GPU under autocast to bfloat16.
+        config: the model's configuration.
+        sizes: the sizes of the measurement.
+        device: the device on which it runs.
+        dtype: dtype of the weights in `generate`; training has float32 weights, on a GPU with autocast to bfloat16.
     """
 
     def __init__(self, config: Any, sizes: Sizes, device: torch.device, dtype: torch.dtype = torch.float32) -> None:
@@ -141,32 +141,32 @@ class Measurement:
         cuda = device.type == "cuda"
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-5, fused=cuda or None)
         self.ids = torch.randint(0, config.vocab_size, (1, max(sizes.most, sizes.fixed)), device=device)
-        # no length comes twice, as far as there are others; batch sizes come in turns of a random order
+        # no length is used twice, unless all have been used; each turn has the batch sizes in random order
         self._lengths: list[int] = []
         self._batches: list[int] = []
         self.compiled: list[str] = []
         _tell_compiled(self.compiled)
 
     def length(self) -> int:
-        """A length that was not there before."""
+        """Return a length that was not used before."""
         if not self._lengths:
             self._lengths = [x for x in range(self.sizes.least, self.sizes.most) if x != self.sizes.fixed]
             self.drawn.shuffle(self._lengths)
         return self._lengths.pop()
 
     def batch(self) -> int:
-        """The next batch size."""
+        """Return the next batch size."""
         if not self._batches:
             self._batches = self.drawn.sample(self.sizes.batches, len(self.sizes.batches))
         return self._batches.pop()
 
     def boundaries(self, tokens: int, documents: int) -> torch.Tensor:
-        """Boundaries of so many documents."""
+        """Return random boundaries of this number of documents."""
         inside = sorted(self.drawn.sample(range(1, tokens), documents - 1))
         return torch.tensor([0, *inside, tokens], dtype=torch.int32).to(self.device, non_blocking=True)
 
     def train(self, *, packed: bool, varying: bool) -> int:
-        """Take a step; return its tokens."""
+        """Take a training step; return its number of tokens."""
         sizes, inputs = self.sizes, {}
         tokens = self.length() if varying else sizes.fixed
         if packed:
@@ -191,7 +191,7 @@ class Measurement:
         return out[:, prompt:].numel()
 
     def parts(self, calls: int = 5) -> dict[str, Any]:
-        """Return the row's fields of `generate` alone: speed by batch size at one prompt length, and prompts alone."""
+        """Measure only `generate`: return its speed by batch size at one prompt length, and the time of prompts."""
         ms, batches = {}, self.sizes.batches
         for batch in range(1, max(batches) + 2):
             step = partial(self.generate, batch=batch)
@@ -209,12 +209,12 @@ class Measurement:
         }
 
     def wait(self) -> None:
-        """Let the device finish."""
+        """Wait until the device has finished."""
         if self.device.type == "cuda":
             torch.cuda.synchronize()
 
     def time(self, step: Callable[..., int], steps: int, *, varying: bool) -> tuple[int, float]:
-        """Tokens and seconds of so many steps."""
+        """Return the tokens and the seconds of this number of steps."""
         self.wait()
         start = time.perf_counter()
         tokens = sum(step(varying=varying) for _ in range(steps))
@@ -222,7 +222,7 @@ class Measurement:
         return tokens, time.perf_counter() - start
 
     def memory(self) -> dict[str, float | None]:
-        """MiB that the process takes on the host, and what tensors and torch take on the device."""
+        """Return the MiB of the process on the host, and the MiB that tensors and torch hold on the device."""
         gc.collect()
         pages = int(Path("/proc/self/statm").read_text().split()[1]) if os.path.exists("/proc/self/statm") else 0
         cuda = self.device.type == "cuda"
@@ -233,7 +233,7 @@ class Measurement:
         }
 
     def profile(self, form: str, *, varying: bool, steps: int = 5) -> str:
-        """Return what the host does in a few steps, as text: functions by their own time and by time in all."""
+        """Return a profile of the host in a few steps as text: functions by their own time and by total time."""
         step = self.step(form)
         with torch.autograd.set_multithreading_enabled(False), self.mode(form):
             seen = cProfile.Profile()
@@ -244,18 +244,18 @@ class Measurement:
         return text.getvalue()
 
     def step(self, form: str) -> Callable[..., int]:
-        """`step(varying=)` of a form."""
+        """Return the function `step(varying=...)` of a form."""
         return self.generate if form == "generate" else partial(self.train, packed=form == "packed")
 
     def mode(self, form: str) -> Any:
-        """Return a context of torch for a form."""
+        """Return the context of torch in which a form runs."""
         return torch.inference_mode() if form == "generate" else nullcontext()
 
     def compare(self, form: str) -> dict[str, Any]:
-        """Measure one form: both kinds of steps by turns, then new lengths alone until the last step."""
+        """Measure one form: both kinds of steps in turns, then new lengths only until the last step."""
         sizes = self.sizes
         if form == "generate":
-            # warm steps and blocks of whole turns
+            # round the numbers of steps up to whole turns
             turns = len(sizes.batches)
             whole = {name: -(-getattr(sizes, name) // turns) * turns for name in ("warm", "block", "steps", "early")}
             sizes = replace(sizes, **whole)
@@ -321,7 +321,7 @@ def measure(names: Sequence[str], forms: Sequence[str], sizes: Sizes, given: arg
                 for varying in (False, True) if given.profile else ():
                     title = f"{name}, {form}, {'varying' if varying else 'fixed'}"
                     print(f"==== {title}\n{one.profile(form, varying=varying)}", file=sys.stderr, flush=True)
-            # the others are measured all the same
+            # the other forms are measured nevertheless
             except Exception as error:
                 yield {**about, "form": form, "error": f"{type(error).__name__}: {str(error)[:300]}"}
         one = None
@@ -331,7 +331,7 @@ def measure(names: Sequence[str], forms: Sequence[str], sizes: Sizes, given: arg
 
 
 def compile_kernels(names: Sequence[str], forms: Sequence[str], given: argparse.Namespace) -> None:
-    """Take the first steps of each recipe in a process of its own, `given.together` of them at a time."""
+    """Take the first steps of each recipe in a process of its own, in `given.together` processes at a time."""
 
     def run(name: str) -> None:
         command = [sys.executable, __file__, name, "--forms", *forms, "--layers", str(given.layers)]
@@ -343,7 +343,7 @@ def compile_kernels(names: Sequence[str], forms: Sequence[str], given: argparse.
 
 
 def main(arguments: list[str] | None = None) -> list[dict]:
-    """Measure, and print a JSON object a line."""
+    """Measure, and print one JSON object per line."""
     parser = argparse.ArgumentParser(description="compare new lengths in every call with one length")
     parser.add_argument("recipes", nargs="*", default=list(DEFAULT), help="of core, or module:name")
     parser.add_argument("--forms", nargs="+", choices=FORMS, default=list(FORMS))

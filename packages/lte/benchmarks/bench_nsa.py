@@ -1,4 +1,4 @@
-"""Time NSA's branches, FLA's, SFNSA's, causal attention, the window alone; the selected branch and FlexAttention.
+"""Time NSA's branches, FLA's and SFNSA's NSA, causal attention, a window; the selected branch and FlexAttention.
 
 With random inputs the lists of neighbouring queries have little in common, the worst case for implementations that
 share reads among queries.
@@ -33,7 +33,7 @@ class Case(NamedTuple):
     window: int = 512
 
 
-# the paper's layer, then SFNSA's own tables
+# the shapes of the paper's layer, then those of SFNSA's own tables
 CASES = [Case(8, 4096), Case(1, 32768), Case(1, 4096, 64, 4, 128), Case(1, 32768, 64, 4, 128)]
 CPU_CASES = [Case(1, 128, 4, 2, 16, 16, 4, 32)]
 # longer sequences, other groups, wider heads
@@ -83,7 +83,7 @@ def _rows(case: Case, device: str) -> Iterator[dict]:
     gates = torch.rand(case.B, case.T, case.HQ, 3, device=device, dtype=dtype).requires_grad_()
     forwards: dict[str, Callable[[], Tensor]] = {
         "tokenmix": lambda: _branches(case, q, k, v, gates),
-        # attention alone does not use the gates
+        # attention does not use the gates, so add 0 · gates to its output
         "causal attention, tokenmix": _through(gates, lambda: attention(q, k, v).o),
         "the window alone, tokenmix": _through(gates, lambda: attention(q, k, v, window=case.window).o),
     }
@@ -125,7 +125,7 @@ def _steps(case: Case, shape: str, device: str, q: Tensor, k: Tensor, v: Tensor)
 
 
 def _sums(shape: str, device: str, gates: Tensor, branches: list[Tensor]) -> Iterator[dict]:
-    """Measure the gated sum of branches, and torch's operations eager and compiled."""
+    """Measure the gated sum of the branches, by our kernel and by torch's operations, eager and compiled."""
     forwards = {
         "tokenmix": lambda: gated_sum(*branches, gates),
         "torch, eager": lambda: gated_sum_reference(*branches, gates),

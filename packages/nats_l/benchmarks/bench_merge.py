@@ -1,4 +1,4 @@
-"""The merge of both operations beside the same in eager code and compiled by torch, at the paper's 380M layer."""
+"""Time the merge of both operations at the paper's 380M layer: our kernel, eager torch, and compiled torch."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ torch.cuda.synchronize()
 
 
 def rows(device: str) -> list[dict]:
-    """Measurements on `device`, one row an implementation, kind and shape."""
+    """Measure on `device`; return one row per implementation, kind and shape."""
     out = []
     for shape in SHAPES if device != "cpu" else CPU_SHAPES:
         for kind in KINDS:

@@ -1,4 +1,4 @@
-"""Run every `bench_*.py` beside this file and keep its rows in `results/`."""
+"""Run every `bench_*.py` of this folder and write its rows to `results/`."""
 
 from pathlib import Path
 

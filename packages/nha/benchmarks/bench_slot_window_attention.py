@@ -1,4 +1,4 @@
-"""Slot-window attention beside FLA's `chunk_gsa` (slots alone, two passes) and cuDNN's causal attention."""
+"""Time slot-window attention, FLA's `chunk_gsa` (only slots, in two passes) and cuDNN's causal attention."""
 
 from __future__ import annotations
 

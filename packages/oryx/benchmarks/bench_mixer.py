@@ -40,7 +40,7 @@ def modes(share: float, batch: int, tokens: int, device: str) -> Modes:
 def prepare(
     family: str, tokens: int, device: str, *, projections: bool = True, width: int = WIDTH, total: int = TOKENS
 ):
-    """The functions to time, by share, with the leaves to differentiate by; run once, so that they are compiled."""
+    """Return the functions to time, by fraction of attention, and the leaves and x; compile them by one call each."""
     head_dim = 128 if device != "cpu" else 16
     dtype = torch.bfloat16 if device != "cpu" else torch.float32
     mixer = OryxMixer(width, linear_mixer=family, head_dim=head_dim).to(device, dtype)
@@ -61,7 +61,7 @@ def prepare(
 
 
 def time_shares(runs, leaves, x: Tensor, device: str, *, repeats: int) -> dict[float, float]:
-    """Milliseconds of forward and backward by share."""
+    """Return the milliseconds of forward and backward by fraction of tokens in attention mode."""
 
     def step(run: Callable[[], Tensor]) -> Callable[[], object]:
         return lambda: torch.autograd.grad(run(), leaves, x.detach(), allow_unused=True)
@@ -70,7 +70,7 @@ def time_shares(runs, leaves, x: Tensor, device: str, *, repeats: int) -> dict[f
 
 
 def rows_at(family: str, tokens: int, *, projections: bool, times: dict[float, float]) -> list[dict]:
-    """Rows of one length, with the model's FLOPs as a share of attention alone."""
+    """Return the rows of one length, with the model's FLOPs relative to those of attention alone."""
     alone = mixer_flops(tokens, 1.0).attention_output
     none = dict.fromkeys(("fwd_ms", "peak_mb", "host_us", "first_call_s"))
     return [
@@ -89,7 +89,7 @@ def rows_at(family: str, tokens: int, *, projections: bool, times: dict[float, f
 
 
 def rows(device: str) -> list[dict]:
-    """Measurements on `device`: families, with and without projections, lengths and shares."""
+    """Measure on `device`: families, with and without projections, by length and fraction of attention."""
     lengths, sizes = (LENGTHS, {}) if device != "cpu" else ((256, 512), {"width": 64, "total": 512})
     out = []
     for family in FAMILIES:
@@ -102,7 +102,7 @@ def rows(device: str) -> list[dict]:
 
 
 def crossover_of(times: dict[int, dict[float, float]], share: float) -> int | None:
-    """The first of the measured lengths from which on the mixed step is faster than attention alone."""
+    """Return the first measured length from which on the mixed step is faster than attention alone."""
     faster = [tokens for tokens in sorted(times) if times[tokens][share] < times[tokens][1.0]]
     behind = [tokens for tokens in times if tokens not in faster]
     return min((tokens for tokens in faster if not behind or tokens > max(behind)), default=None)

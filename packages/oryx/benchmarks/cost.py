@@ -1,4 +1,4 @@
-"""Draw what `bench_mixer.py` measured beside appendix E's model, and as the README's table: `python cost.py`."""
+"""Draw the results of `bench_mixer.py` with the model of appendix E, and write the README's table: `python cost.py`."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ README, FIGURE = FOLDER.parent / "README.md", FOLDER.parent / "figures" / "mixer
 BEGIN, END = "<!-- cost -->\n", "<!-- /cost -->"
 NAMES = dict(zip(FAMILIES, ("ORYX-TM", "ORYX-TG"), strict=True))
 KINDS = {"mixer": "the layer", "mixing": "without the six large projections"}
-# by length, then by share of attention, milliseconds
+# milliseconds by length, then by fraction of tokens in attention mode
 Times = dict[int, dict[float, float]]
 
 
 def measured(folder: Path = FOLDER / "results") -> dict[tuple[str, str], Times]:
-    """The measurements of `folder` by kind and family."""
+    """Return the measurements in `folder` by kind and family."""
     found: dict[tuple[str, str], Times] = defaultdict(lambda: defaultdict(dict))
     for path in sorted(folder.glob("*.json")):
         for row in json.loads(path.read_text()):
@@ -32,7 +32,7 @@ def measured(folder: Path = FOLDER / "results") -> dict[tuple[str, str], Times]:
 
 
 def table(found: dict[tuple[str, str], Times]) -> str:
-    """Markdown: milliseconds by length, and the lengths at which a share of 1/4 overtakes attention alone."""
+    """Return Markdown: milliseconds by length, and the lengths from which 1/4 attention beats attention alone."""
     lines = [
         "| | T | attention alone | 1/2 | 1/4 | linear | 1/4 : alone | by FLOPs |",
         "|---|--:|--:|--:|--:|--:|--:|--:|",
@@ -51,7 +51,7 @@ def table(found: dict[tuple[str, str], Times]) -> str:
 
 
 def plot(found: dict[tuple[str, str], Times], path: Path) -> None:
-    """Draw times as shares of attention alone's: measured solid, appendix E's FLOPs dashed."""
+    """Draw times relative to attention alone: measured ones solid, FLOPs of appendix E dashed."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(10, 3.6), layout="constrained")
@@ -75,7 +75,7 @@ def plot(found: dict[tuple[str, str], Times], path: Path) -> None:
 
 
 def filled(readme: str, found: dict[tuple[str, str], Times]) -> str:
-    """The README with the table between its marks."""
+    """Return the README with the table between its marks."""
     before, rest = readme.split(BEGIN)
     return before + BEGIN + table(found) + END + rest.split(END)[1]
 
