@@ -30,48 +30,48 @@ from packaging.utils import canonicalize_name
 nox.needs_version = ">=2025.5"
 nox.options.default_venv_backend = "uv"
 nox.options.sessions = ["lint", "types", "contracts", "tests"]
-# every session's default: OpenMP's threads sleep at barriers, so that processes that share cores do not wait for them
+# default of every session: OpenMP's threads sleep at barriers, so that processes that share cores do not wait for them
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 ROOT = Path(__file__).parent
 PACKAGES = sorted(p.parent.name for p in ROOT.glob("packages/*/pyproject.toml"))
-# the environment of all sessions of CI that install from the lock; each removes what it does not name. So torch and
-# transformers are compiled to bytecode, by their first import, only once
+# one environment for all sessions of CI that install from the lock; each session removes what it does not name. torch
+# and transformers are thus compiled to bytecode only once, at their first import
 SHARED = ROOT / ".nox" / "workspace"
-# what the tests of a package need beside its own dependencies
+# extras that the tests of a package need besides its own dependencies
 TEST_EXTRAS = ("data", "eval", "peft", "plots", "serve", "tensorboard", "test")
 
-# what typesets the site's equations, and the hash that npm's registry gives of it
+# the npm package that typesets the site's equations, and its hash in npm's registry
 KATEX = (
     "katex@0.19.1",
     "jG8uKntjSEcm2EpQOh0XturpPuuC9r3Sq5HLHdsFdWZT27E672SF19QEi+of0/YeOy15lDgRhKvr5614uRrEfA==",
 )
 
-# what of a package's dependencies has broken every model with a minor version
+# the dependency whose minor versions have broken every model, so that its version is bounded
 BOUNDED = re.compile(r'"transformers>=([\d.]+),<([\d.]+)"')
-# a link or an image of Markdown whose target is a file beside the page
+# a link or an image in Markdown whose target is a file next to the page
 RELATIVE = re.compile(r"(!?)\[([^\]]*)\]\((?![a-z]+:|#)([^)\s]+)\)")
-# the test files of other libraries whose operations ours compute
+# the test files of other libraries for operations that ours replace
 UPSTREAM_TESTS = {
     "fla": [f"tests/ops/test_{name}.py" for name in ("gdn", "simple_gla", "gla", "gsa")],
     "mamba": ["tests/ops/triton/test_selective_state_update.py"],
 }
-# the recipe that a package's README begins with, cut to 20 steps
+# flags that shorten the recipe of a package's README to 20 steps
 FIRST_STEPS = ("--total_tokens", "40k", "--no-eval")
 
 
 def distribution(package: str) -> dict:
-    """The `[project]` table of packages/<package>."""
+    """Return the `[project]` table of packages/<package>."""
     return tomllib.loads((ROOT / "packages" / package / "pyproject.toml").read_text())["project"]
 
 
 def distributions(folder: Path) -> list[Path]:
-    """The sdists and wheels of a folder."""
+    """Return the sdists and wheels in a folder."""
     return sorted((*folder.glob("*.tar.gz"), *folder.glob("*.whl")))
 
 
 def check_version(session: nox.Session, package: str) -> None:
-    """Fail unless a package tells the version that it is published under, and its changelog knows it."""
+    """Fail unless a package's `__version__` is that of its metadata, and its changelog has an entry for it."""
     project, folder = distribution(package), ROOT / "packages" / package
     module = folder / "src" / project["name"].replace("-", "_") / "__init__.py"
     for file, line in (
@@ -83,14 +83,14 @@ def check_version(session: nox.Session, package: str) -> None:
 
 
 class Pin(NamedTuple):
-    """One version of a package in an export: where it is wanted (None: everywhere), and its files' hashes."""
+    """One version of a package in an export: the marker of its environments (None: all), and hashes of its files."""
 
     marker: Marker | None
     hashes: frozenset[str]
 
 
 def pins(export: str) -> dict[str, Pin]:
-    """The pins of a requirements file with hashes, by "name==version"."""
+    """Return the pins of a requirements file with hashes, by "name==version"."""
     found: dict[str, Pin] = {}
     for line in export.replace("\\\n", " ").splitlines():
         written, *hashes = line.partition("#")[0].split("--hash=")
@@ -103,7 +103,7 @@ def pins(export: str) -> dict[str, Pin]:
 
 
 def pin_differences(committed: str, fresh: str) -> list[str]:
-    """One line for each package that two exports do not pin alike, however they are written."""
+    """Return one line for each package that two exports pin differently, however the exports are written."""
     before, after = pins(committed), pins(fresh)
     lines = [f"- {name}" for name in sorted(before.keys() - after.keys())]
     lines += [f"+ {name}" for name in sorted(after.keys() - before.keys())]
@@ -125,7 +125,7 @@ def same_marker(one: Marker | None, other: Marker | None) -> bool:
 
 
 def _environments(markers: str) -> Iterator[dict[str, str]]:
-    """One environment of each kind that markers can tell apart: every value they name, and others around these."""
+    """Return one environment of each kind that markers distinguish: every value that they name, and values nearby."""
     values: dict[str, set[str]] = {}
     for variable, value in re.findall(r"(\w+) (?:[<>=!~]+|in|not in) [\"']([^\"']*)[\"']", markers):
         values.setdefault(variable, {"other"}).add(value)
@@ -140,19 +140,19 @@ def _environments(markers: str) -> Iterator[dict[str, str]]:
 
 
 def sync(session: nox.Session, *args: str, into: Path | None = None) -> None:
-    """Make an environment, by default the session's own, hold what the arguments name of the lock and nothing else."""
+    """Install into an environment, by default the session's own, exactly what the arguments name from the lock."""
     python = f"{sys.version_info.major}.{sys.version_info.minor}" if into else session.virtualenv.location
     environment = {"UV_PROJECT_ENVIRONMENT": str(into or session.virtualenv.location)}
     session.run_install("uv", "sync", "--quiet", f"--python={python}", *args, external=True, env=environment)
 
 
 def run_shared(session: nox.Session, command: str, *args: str, env: dict[str, str] | None = None) -> None:
-    """Run a command of the shared environment."""
+    """Run a command in the shared environment."""
     session.run(str(SHARED / "bin" / command), *args, external=True, env=env)
 
 
 def sync_package(session: nox.Session, package: str) -> None:
-    """Install one package alone, with what its tests need."""
+    """Install one package alone, with the extras that its tests need."""
     available = distribution(package).get("optional-dependencies", {})
     extras = [f"--extra={extra}" for extra in TEST_EXTRAS if extra in available]
     sync(session, f"--package={distribution(package)['name']}", *extras, into=SHARED)
@@ -161,9 +161,9 @@ def sync_package(session: nox.Session, package: str) -> None:
 @nox.session(venv_backend="none")
 @nox.parametrize("package", PACKAGES, ids=PACKAGES)
 def tests(session: nox.Session, package: str) -> None:
-    """Test one package in an environment that holds nothing but it; needs no GPU."""
+    """Test one package in an environment that contains no other package of the workspace; needs no GPU."""
     sync_package(session, package)
-    # one thread a worker: two workers on two cores
+    # one thread per worker: two workers use two cores
     run_shared(
         session,
         "pytest",
@@ -185,7 +185,7 @@ def gpu(session: nox.Session) -> None:
     if session.posargs:
         session.run(*command, *session.posargs)
         return
-    # most of the time compilers run, on all cores but for memory's sake; what fills a GPU, or two, runs by itself
+    # compilers take most of the time, so use all cores that memory permits; tests that fill one or two GPUs run alone
     alone, processes = "two_to_the_31 or two_gpus", str(min(os.cpu_count() or 1, 24))
     session.run(*command, "-k", f"not ({alone})", "-n", processes, "--dist=worksteal", env={"OMP_NUM_THREADS": "1"})
     session.run(*command, "-k", alone)
@@ -197,7 +197,7 @@ def post_training(session: nox.Session) -> None:
     packages = [f"--editable={ROOT / 'packages' / package}" for package in PACKAGES]
     libraries = ("trl", "peft", "accelerate", "torchao", "datasets", "pytest", "pytest-timeout")
     python = f"--python={session.virtualenv.location}"
-    # outside of the workspace, whose settings hold the date that the lock ends at
+    # run outside of the workspace, whose settings limit versions to the date of the lock
     command = ["uv", "pip", "install", "--quiet", "--upgrade", f"--directory={session.create_tmp()}", python]
     session.run_install(*command, *packages, *libraries, external=True)
     for name in ("torch", "transformers", *libraries[:4]):
@@ -255,7 +255,7 @@ def peers(session: nox.Session) -> None:
     sync(session, "--all-packages", "--all-groups")
     session.install("einops")
     for name, checkout in checkouts.items():
-        # their packages are imported from the checkouts
+        # packages of the other libraries are imported from their checkouts
         path = os.pathsep.join((str(checkout), str(ROOT / "tools")))
         with session.chdir(checkout):
             session.run(
@@ -272,14 +272,14 @@ def arena(session: nox.Session) -> None:
 
 @nox.session
 def tables(session: nox.Session) -> None:
-    """Write the committed measurements into the READMEs; `-- --check` only says whether they are there."""
+    """Write the committed measurements into the READMEs; `-- --check` only checks whether they are up to date."""
     sync(session, "--all-packages", "--all-groups")
     session.run("python", "tools/tables.py", *session.posargs)
 
 
 @nox.session
 def docs(session: nox.Session) -> None:
-    """Build the site into build/site, and fail on a broken link; needs npm, for what typesets equations."""
+    """Build the site into build/site, and fail on a broken link; needs npm, which typesets equations."""
     sync(session, "--all-packages", "--all-groups")
     katex(session)
     session.run("mkdocs", "build", "--config-file=docs/site/mkdocs.yml", env={"NO_MKDOCS_2_WARNING": "1"})
@@ -287,13 +287,13 @@ def docs(session: nox.Session) -> None:
 
 @nox.session
 def docs_browser(session: nox.Session) -> None:
-    """Try the site that `docs` built in a browser: $CHROMIUM, or the chromium of this machine."""
+    """Test the site that `docs` has built in a browser: $CHROMIUM, or this machine's chromium."""
     sync(session, "--all-packages", "--all-groups")
     session.run("pytest", "docs/site/test_browser.py", *session.posargs)
 
 
 def katex(session: nox.Session) -> None:
-    """Put KaTeX among the site's files, so that a page takes nothing from elsewhere."""
+    """Copy KaTeX to the site's files, so that a page loads nothing from other servers."""
     package, expected = KATEX
     target, folder = ROOT / "docs/site/assets/katex", Path(session.create_tmp())
     if (target / "VERSION").is_file() and (target / "VERSION").read_text() == package:
@@ -322,7 +322,7 @@ def new_op(session: nox.Session) -> None:
 
 @nox.session
 def lint(session: nox.Session) -> None:
-    """Style, formatting, and the words of docs/notation.md."""
+    """Check style, formatting, and the words of docs/notation.md."""
     sync(session, "--only-group=dev")
     session.run("ruff", "check", ".")
     session.run("ruff", "format", "--check", ".")
@@ -338,35 +338,35 @@ def chips(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none")
 def types(session: nox.Session) -> None:
-    """Static types of all packages, in an environment with every extra."""
+    """Check the static types of all packages, in an environment with every extra."""
     sync(session, "--all-packages", "--all-groups", "--all-extras", into=SHARED)
     run_shared(session, "pyright", f"--pythonpath={SHARED}/bin/python", *session.posargs)
 
 
 @nox.session(venv_backend="none")
 def contracts(session: nox.Session) -> None:
-    """Which module may import which, and what the workspace's own tools promise."""
+    """Check which module may import which, and test the workspace's own tools."""
     sync(session, "--all-packages", "--all-groups", into=SHARED)
     run_shared(session, "lint-imports")
-    # one thread a worker, as in `tests`
+    # one thread per worker, as in `tests`
     workers = os.environ.get("TEST_WORKERS", "2")
     run_shared(session, "pytest", "tests", "-m", "not pages", "-n", workers, env={"OMP_NUM_THREADS": "1"})
 
 
 @nox.session(venv_backend="none")
 def pages(session: nox.Session) -> None:
-    """Run every shell and Python block of every page, in the environment that plain `uv sync` makes."""
+    """Run every shell and Python block of every page, in the environment that plain `uv sync` creates."""
     sync(session, into=SHARED)
     run_shared(session, "pytest", "tests/test_pages.py", "-n", os.environ.get("TEST_WORKERS", "2"), *session.posargs)
 
 
 def address(session: nox.Session) -> str | None:
-    """Where the project lives: what follows `--url`, or the repository that was cloned; None if unknown."""
+    """Return the project's URL: that of `--url`, or that of the cloned repository; None if unknown."""
     given, _ = url_given(session.posargs)
     if given is not None:
         return given
     found = session.run("git", "remote", "get-url", "origin", external=True, silent=True, success_codes=range(256))
-    # git@host:owner/name.git is no URL
+    # git@host:owner/name.git is not a URL, so convert it
     parts = urllib.parse.urlsplit(re.sub(r"^git@([\w.-]+):", r"ssh://git@\1/", str(found).strip()))
     if parts.scheme not in ("https", "ssh") or not parts.hostname:
         return None
@@ -375,7 +375,7 @@ def address(session: nox.Session) -> str | None:
 
 
 def url_given(arguments: list[str]) -> tuple[str | None, list[str]]:
-    """What `--url URL` or `--url=URL` gives, and the other arguments."""
+    """Return the URL of `--url URL` or `--url=URL`, and the other arguments."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--url")
     known, others = parser.parse_known_args(arguments)
@@ -383,7 +383,7 @@ def url_given(arguments: list[str]) -> tuple[str | None, list[str]]:
 
 
 def published(readme: str, package: str, url: str | None) -> str:
-    """A package's README for an index: relative links name files of the repository, or are plain text without `url`."""
+    """Return a package's README for an index: relative links lead to the repository, or are text without `url`."""
 
     def link(found: re.Match) -> str:
         image, text, target = found.groups()
@@ -397,13 +397,13 @@ def published(readme: str, package: str, url: str | None) -> str:
 
 
 def metadata(wheel: Path) -> str:
-    """What an index shows of a wheel."""
+    """Return the metadata of a wheel, which an index shows."""
     with zipfile.ZipFile(wheel) as archive:
         return next(archive.read(x).decode() for x in archive.namelist() if x.endswith(".dist-info/METADATA"))
 
 
 def build(session: nox.Session, which: str, dist: Path) -> None:
-    """Build one package or all into an empty `dist`, from a copy that names the project's address where it is known."""
+    """Build one package or all into an empty `dist`, from a copy that contains the project's URL if it is known."""
     shutil.rmtree(dist, ignore_errors=True)
     source, url = Path(session.create_tmp()).resolve() / "source", address(session)
     shutil.rmtree(source, ignore_errors=True)
@@ -429,7 +429,7 @@ def build(session: nox.Session, which: str, dist: Path) -> None:
 
 @nox.session
 def wheels(session: nox.Session) -> None:
-    """Build all packages (`-- --url URL`), check what an index shows; use each alone, without Triton and a GPU.
+    """Build all packages (`-- --url URL`), check what an index shows; use each one alone, without Triton and GPU.
 
     `--python 3.13` (repeated, or `all` of this machine) names other interpreters than the session's, and
     `--torch "torch @ file:///...whl"` another torch than the newest, such as a build without CUDA.
@@ -456,19 +456,19 @@ def wheels(session: nox.Session) -> None:
             session.run(script_of(package, python), "--help", external=True, silent=True)
             version = str(session.run(python, "--version", external=True, silent=True)).strip()
             session.log(f"{package} works with {version} and torch {installed(session, python, 'torch')}")
-        # all commands are core's
+        # core has all commands
         try_commands(session, script_of("core", str(env.with_name("core") / "bin/python")), env.with_name("runs"))
 
 
 def interpreters(session: nox.Session) -> list[str]:
-    """The installed CPythons that the packages allow, pyenv's too, one of each minor version."""
+    """Return the installed CPythons, also pyenv's, that the packages permit, one for each minor version."""
     pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv"))
     path = os.pathsep.join([os.environ["PATH"], *map(str, pyenv.glob("versions/*/bin"))])
     listing = ("uv", "python", "list", "--only-installed")
     found = str(session.run(*listing, env={"PATH": path}, external=True, silent=True))
     versions = re.findall(r"(?m)^cpython-3\.(\d+)\.\S+ +(/\S+)", found)
     oldest = int(distribution("core")["requires-python"].removeprefix(">=3."))
-    # the first of each, as uv takes it
+    # take the first interpreter of each version, as uv does
     return [path for minor, path in sorted({int(x): path for x, path in reversed(versions)}.items()) if minor >= oldest]
 
 
@@ -511,7 +511,7 @@ def install_wheel(
     session.run("uv", "venv", "--quiet", "--clear", f"--python={source}", str(env), external=True)
     python = str(env / "bin" / "python")
     wheel = next(dist.glob(f"{project['name'].replace('-', '_')}-{project['version']}-*.whl"))
-    # a wheel of core's in uv's cache may be of another commit with the same version
+    # uv's cache may contain a wheel of core with the same version, but of another commit
     install = ["uv", "pip", "install", "--quiet", f"--directory={env.parent}", f"--python={python}", *options]
     install += ["--refresh-package=tokenmix-core", f"--find-links={dist}"]
     wanted = f"{project['name']}[{','.join(extras)}] @ {wheel.as_uri()}" if extras else str(wheel)
@@ -521,12 +521,12 @@ def install_wheel(
 
 
 def script_of(package: str, python: str) -> str:
-    """The package's command in the environment of a Python."""
+    """Return the path of the package's command in the environment of a Python."""
     return str(Path(python).with_name(next(iter(distribution(package)["scripts"]))))
 
 
 def installed(session: nox.Session, python: str, name: str) -> str:
-    """The version of a distribution in the environment of a Python."""
+    """Return the version of an installed distribution in the environment of a Python."""
     program = f"import importlib.metadata as m; print(m.version({name!r}))"
     return str(session.run(python, "-c", program, external=True, silent=True)).strip()
 
@@ -540,12 +540,12 @@ def try_package(session: nox.Session, package: str, python: str) -> None:
 
 @nox.session
 def newest(session: nox.Session) -> None:
-    """Test each wheel alone with what an index has today; `-- --quick` only tries it, `-- --raise` lifts the bound."""
+    """Test each wheel alone with an index's newest versions; `-- --quick` only tries it, `-- --raise` lifts limits."""
     quick, beyond = "--quick" in session.posargs, "--raise" in session.posargs
     dist, versions = ROOT / "dist", set()
     build(session, "--all-packages", dist)
     for package in PACKAGES:
-        # outside of the workspace, whose settings hold the date that the lock ends at
+        # run outside of the workspace, whose settings limit versions to the date of the lock
         with tempfile.TemporaryDirectory() as folder:
             lifted = Path(folder) / "overrides.txt"
             lifted.write_text("transformers\n" if beyond else "")
@@ -558,7 +558,7 @@ def newest(session: nox.Session) -> None:
             versions.add(told["transformers"])
             try_package(session, package, python)
             if quick and package != "core":
-                # all commands are core's
+                # core has all commands
                 continue
             command, run = script_of(package, python), str(Path(folder) / "run")
             env = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
@@ -574,7 +574,7 @@ def newest(session: nox.Session) -> None:
 
 
 def raise_bound(session: nox.Session, versions: set[str]) -> None:
-    """Allow the minor version of transformers that all packages were tested with, and none after it."""
+    """Permit the minor version of transformers with which all packages were tested, and no later one."""
     if len(versions) != 1:
         session.error(f"packages were tested with different versions of transformers: {', '.join(sorted(versions))}")
     major, minor, *_ = versions.pop().split(".")
@@ -615,7 +615,7 @@ def lowest(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none")
 def lock(session: nox.Session) -> None:
-    """Resolve again and compare with the pinned versions; `nox -s lock -- --update` writes it."""
+    """Resolve dependencies again and compare them with the lock; `nox -s lock -- --update` writes the lock."""
     fresh = Path(session.create_tmp()) / "requirements.lock"
     session.run("uv", "lock", "--quiet", "--upgrade", external=True)
     session.run(

@@ -1,4 +1,4 @@
-"""The root's own folders, such as `arena`, are imported as they are: they are in no distribution."""
+"""Import folders of the repository's root, such as `arena`, from their place, because no distribution contains them."""
 
 import sys
 from pathlib import Path

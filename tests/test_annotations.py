@@ -1,4 +1,4 @@
-"""The shapes and dtypes that annotations promise are those of the tensors, in a model with every layer there is."""
+"""Test that tensors have the shapes and dtypes of the annotations, in a model with every kind of layer."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""The benchmark of whole models' tokens: its rows, what they repeat, and drawn types."""
+"""Test the benchmark of whole models' tokens: its rows, which rows a new one replaces, and drawn types."""
 
 import json
 import runpy

@@ -1,4 +1,4 @@
-"""The site: everything public is documented and has a page, no link leads nowhere, equations are valid."""
+"""Test the site: everything public is documented and has a page, every link has a target, equations are valid."""
 
 import ast
 import importlib

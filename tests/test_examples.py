@@ -1,4 +1,4 @@
-"""Scripts and notebooks of examples/ run on a CPU, and are written and stored so that they read well."""
+"""Test that scripts and notebooks in examples/ run on a CPU and are formatted for reading."""
 
 import ast
 import re
@@ -38,7 +38,7 @@ STEPS = {
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """A working folder with a folder of text and a token file made of it."""
+    """Return a working folder that contains a folder of text and a token file made from it."""
     (tmp_path / "text").mkdir()
     for i in range(40):
         (tmp_path / "text" / f"{i}.txt").write_text(
@@ -77,7 +77,7 @@ def test_a_script_is_short_says_its_command_and_uses_public_names(script):
 
 @pytest.mark.parametrize("notebook", NOTEBOOKS)
 def test_a_notebook_runs_from_top_to_bottom(notebook, folder):
-    """In this process, with few steps of training; its stored outputs show a whole run."""
+    """The notebook runs in this process with few training steps; its stored outputs are those of a whole run."""
     content = nbformat.read(EXAMPLES / notebook, as_version=4)
     code = [cell.source for cell in content.cells if cell.cell_type == "code"]
     long, short = STEPS[notebook]

@@ -1,4 +1,4 @@
-"""No module imports itself through others, at import or inside a function."""
+"""Test that no module imports itself through others, at import or inside a function."""
 
 from __future__ import annotations
 

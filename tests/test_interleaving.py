@@ -1,4 +1,4 @@
-"""Layers of all packages work in one model: every paper's with every other paper's, and all at once."""
+"""Test that layers of all packages work in one model: each paper's with each other paper's, and all together."""
 
 import importlib.util
 from itertools import combinations

@@ -1,4 +1,4 @@
-"""The template of a new operation gives files that run, pass their test and are formatted."""
+"""Test that the template of a new operation gives files that run, pass their test and are formatted."""
 
 import os
 import shutil
@@ -17,7 +17,7 @@ def run(*command, **options):
 
 @pytest.fixture
 def package(tmp_path):
-    """A copy of core's sources, which a new operation is added to."""
+    """Copy core's sources, to which a new operation is added."""
     core = ROOT / "packages/core"
     shutil.copytree(core / "src", tmp_path / "src", ignore=shutil.ignore_patterns("__pycache__"))
     (tmp_path / "tests/ops").mkdir(parents=True)

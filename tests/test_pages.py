@@ -1,4 +1,4 @@
-"""Every shell and Python block of every page runs as it is written, or says in the page's source why it does not.
+"""Test that every shell and Python block of every page runs as written, or that the page's source says why not.
 
 A comment before a block, which a rendered page does not show, changes how it is run:
 
@@ -56,7 +56,7 @@ uv() { [ "$1" = run ] || { echo "only 'uv run' is known here: uv $*" >&2; return
 
 @dataclass(frozen=True)
 class Block:
-    """A fenced block of a page, with what the comments before it say."""
+    """A fenced block of a page, and what the comments before it say."""
 
     page: str
     line: int
@@ -66,12 +66,12 @@ class Block:
 
     @property
     def reason(self) -> str | None:
-        """Why it is not run; None for a block that runs."""
+        """Return why the block is not run; None for a block that runs."""
         return next((text for kind, text in self.comments if kind == "not run"), None)
 
     @property
     def command(self) -> str:
-        """The shell's lines with the flags that the comments give."""
+        """Return the shell's lines with the flags that the comments add."""
         lines = self.code.splitlines()
         for kind, text in self.comments:
             if kind != "run with":
@@ -89,7 +89,7 @@ class Block:
 
 
 def blocks_of(page: str) -> list[Block]:
-    """All fenced blocks of a page."""
+    """Return all fenced blocks of a page."""
     text = (ROOT / page).read_text(encoding="utf-8")
     found = []
     for fence in _FENCE.finditer(text):
@@ -101,7 +101,7 @@ def blocks_of(page: str) -> list[Block]:
 
 
 def pages() -> list[str]:
-    """The Markdown files of the workspace, its results left out."""
+    """Return the Markdown files of the workspace, except results."""
     folders = (
         ROOT.glob("*.md"),
         ROOT.glob("docs/**/*.md"),
@@ -169,7 +169,7 @@ def test_a_block_runs_or_says_why_not(block):
 
 @pytest.mark.parametrize("block", [block for block in BLOCKS if block.language == "sh" and block.reason], ids=str)
 def test_a_command_that_is_not_run_has_its_options(block, capsys):
-    """Its recipe, flags, nox sessions and files exist."""
+    """The command's recipe, flags, nox sessions and files must exist."""
     for line in block.code.replace("\\\n", " ").replace("$(which tokenmix)", "tokenmix").splitlines():
         words = shlex.split(line, comments=True)
         for session in words[words.index("-s") + 1 :] if "nox" in words else ():
@@ -222,7 +222,7 @@ def test_the_shell_blocks_of_a_page_run_in_their_order(page, tmp_path):
 
 
 def prepare(block: Block, folder: Path) -> None:
-    """Make the folders that a block is given."""
+    """Make the folders that a block needs."""
     for kind, path in block.comments:
         if kind == "given" and not (folder / path).exists():
             GIVEN[path](folder / path)

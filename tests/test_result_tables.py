@@ -1,4 +1,4 @@
-"""Tables and plots made of benchmark results."""
+"""Test tables and plots of benchmark results."""
 
 import json
 import sys

@@ -1,4 +1,4 @@
-"""The workspace's own tools: a lock is compared by what it pins, and every extra installs from wheels."""
+"""Test the workspace's own tools: a lock is compared by its pins, and every extra installs from wheels."""
 
 import ast
 import importlib

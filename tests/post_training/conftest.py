@@ -13,7 +13,7 @@ collect_ignore_glob = [] if importlib.util.find_spec("trl") else ["test_*.py"]
 
 @pytest.fixture(scope="session")
 def tokenizer():
-    """The byte tokenizer, for which the end token that TRL appends to texts is one token."""
+    """Return the byte tokenizer, for which the end token that TRL appends to texts is a single token."""
     made = byte_tokenizer()
     made.split_special_tokens = False
     return made
@@ -21,13 +21,13 @@ def tokenizer():
 
 @pytest.fixture(params=MODELS)
 def mixer(request):
-    """The name of a mixer."""
+    """Return the name of a mixer."""
     return request.param
 
 
 @pytest.fixture
 def settings(tmp_path):
-    """Arguments of a TRL configuration: two steps on a CPU in float32, each logged."""
+    """Return arguments of a TRL configuration: two steps on a CPU in float32, each logged."""
     return {
         "output_dir": str(tmp_path / "out"),
         "use_cpu": True,

@@ -1,4 +1,4 @@
-"""SFT and adapters: the first losses equal the model's own, also packed; frozen weights stay as they are."""
+"""Test SFT and adapters: first losses equal the model's own, also packed; frozen weights do not change."""
 
 import pytest
 import torch
@@ -23,7 +23,7 @@ def losses_of(trainer):
 
 
 def own_loss(model, tokenizer):
-    """The model's cross-entropy on the rows without packing, one call a row, divided by all predicted tokens."""
+    """Return the cross-entropy of the model on rows without packing, one call per row, over all predicted tokens."""
     rows = [torch.tensor([tokenizer(text + tokenizer.eos_token).input_ids]) for text in TEXTS]
     items = sum(row.shape[1] - 1 for row in rows)
     total = 0.0
@@ -66,7 +66,7 @@ def test_auxiliary_losses_are_counted_by_a_derived_trainer_and_reported_without(
 
 
 def raised(model):
-    """Give the sparsity loss of LTE a weight that shows."""
+    """Give the sparsity loss of LTE a noticeable weight."""
     for name, x in model.named_buffers():
         if name.endswith("sparsity.weight"):
             x.fill_(1.0)

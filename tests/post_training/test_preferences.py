@@ -29,7 +29,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*computes its own loss")
 
 @pytest.fixture
 def folder(mixer, tmp_path):
-    """The folder of a saved model, from which the trainers load policy and reference."""
+    """Return the folder of a saved model, from which trainers load policy and reference."""
     build(mixer, **(CAPPED if mixer == "lte" else {})).save_pretrained(tmp_path / "model")
     return str(tmp_path / "model")
 

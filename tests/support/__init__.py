@@ -1,1 +1,1 @@
-"""Shared by the tests of all packages of this repository, and in no distribution."""
+"""Helpers that the tests of all packages share; no distribution contains them."""

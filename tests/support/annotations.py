@@ -1,4 +1,4 @@
-"""A plugin of pytest that holds calls to the shapes and dtypes of their annotations.
+"""A pytest plugin that checks calls against the shapes and dtypes of annotations.
 
 `PYTHONPATH=tests pytest -p support.annotations` is a run of its own, in eager mode: torch.compile cannot trace checks,
 nor Triton compile functions with them.
@@ -22,7 +22,7 @@ _LEFT_OUT = re.compile(r"(triton|gluon)\.jit|(custom|triton)_op\(|library\.defin
 
 
 def checked_modules() -> list[str]:
-    """The modules whose functions are checked: those that run in eager mode alone, of the packages that are here."""
+    """Return the modules whose functions are checked: modules of installed packages that run only in eager mode."""
     found = []
     for package in _PACKAGES:
         spec = find_spec(package)

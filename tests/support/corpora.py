@@ -1,4 +1,4 @@
-"""Small corpora, made of text files as a user makes them."""
+"""Make small corpora from text files, as a user would."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tokenmix_core.data.prepare import prepare
 
 
 def token_file(folder: Path, documents: Iterable[str], *, held_out: float = 0.1) -> Path:
-    """Write these documents below `folder`, tokenise them by bytes, and give the token file."""
+    """Write documents below `folder`, tokenise them by bytes, and return the token file."""
     texts = folder / "texts"
     texts.mkdir()
     for i, text in enumerate(documents):
@@ -19,5 +19,5 @@ def token_file(folder: Path, documents: Iterable[str], *, held_out: float = 0.1)
 
 
 def documents(number: int) -> Iterable[str]:
-    """Make so many documents of 60 words; each begins with another word than the 22 before it."""
+    """Return this number of documents of 60 words; each begins with another word than the 22 before it."""
     return (" ".join(f"word{(i * 7 + j) % 23}" for j in range(60)) for i in range(number))

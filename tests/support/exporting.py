@@ -1,4 +1,4 @@
-"""The check that torch.export makes one program of a model for all lengths."""
+"""Check that torch.export makes one program of a model for all lengths."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 
 def check_exports(model: Any, *, strict: bool = False) -> None:
-    """Assert that an exported model has the values of the model at lengths that it was not exported with."""
+    """Assert that an exported model has the values of the model at lengths other than those of its export."""
     model.eval()
     draw = torch.Generator().manual_seed(0)
     few, many = (torch.randint(1, model.config.vocab_size, (2, n), generator=draw) for n in (70, 200))

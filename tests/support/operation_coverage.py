@@ -1,4 +1,4 @@
-"""Which operations and operators of a package its tests describe."""
+"""Find the operations and operators of a package that its tests describe."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tokenmix_core.ops.explanation import OPERATIONS
 
 
 def operations_of(package: ModuleType) -> set[str]:
-    """Names of the public operations of a package's `ops`, and of those that `explain` knows there."""
+    """Return the names of the public operations of a package's `ops`, and of those that `explain` knows there."""
     home = package.__name__
     public = {name for name in package.__all__ if isfunction(getattr(package, name))}
     known = {name for name, x in OPERATIONS.items() if x.function.__module__.startswith(f"{home}.")}
@@ -20,7 +20,7 @@ def operations_of(package: ModuleType) -> set[str]:
 
 
 def described(tests: Path) -> set[str]:
-    """Names of the operations that the contracts in a folder of tests cover, as their files say it."""
+    """Return the names of the operations that contracts in a folder of tests cover, according to their files."""
     found = set()
     for file in _files(tests, "test_*.py"):
         for statement in ast.walk(file):
@@ -32,7 +32,7 @@ def described(tests: Path) -> set[str]:
 
 
 def unchecked(package: ModuleType, tests: Path) -> set[str]:
-    """Names of torch's custom ops that a package's files make, and that neither contracts nor tests give `opcheck`."""
+    """Return the names of torch custom ops of a package to which neither contracts nor tests apply `opcheck`."""
     ops, named = set(), set()
     for file in _files(Path(package.__path__[0]), "*.py"):
         for line in file.body:
@@ -57,7 +57,7 @@ def _calls(x: ast.AST, *names: str) -> bool:
 
 
 def _files(folder: Path, pattern: str) -> Iterator[ast.Module]:
-    """A folder's files as Python reads them, but for tests that need a GPU."""
+    """Return the syntax trees of a folder's files, except tests that need a GPU."""
     for path in folder.rglob(pattern):
         if not path.stem.endswith("_gpu"):
             yield ast.parse(path.read_text(encoding="utf-8"))

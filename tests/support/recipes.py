@@ -1,4 +1,4 @@
-"""Contracts of every recipe of a package."""
+"""Check every recipe of a package by a contract."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Calls that one version of Triton refuses."""
+"""Expect calls that one version of Triton refuses."""
 
 from __future__ import annotations
 

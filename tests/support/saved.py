@@ -1,4 +1,4 @@
-"""A contract of folders that an earlier version wrote: they load, give equal results, and training continues.
+"""Contract of folders that an earlier version wrote: they load, give equal results, and training continues.
 
 A folder of fixtures holds `model/` with its results in `expected.safetensors`, a token file in `tokens/`, a run that
 was killed after its checkpoint in `interrupted/`, and the log of the same run without the kill in `metrics.jsonl`.
@@ -18,7 +18,7 @@ import torch
 
 
 class SavedContract:
-    """Inherit it, and name the folder of fixtures and the package's command line.
+    """A subclass names the folder of fixtures and the package's command line.
 
     Attributes:
         folder: the folder of fixtures.
@@ -30,7 +30,7 @@ class SavedContract:
 
     @pytest.fixture
     def saved(self, tmp_path, monkeypatch) -> Path:
-        """A copy of the fixtures, as the working directory."""
+        """Return a copy of the fixtures, in the working directory."""
         copy = shutil.copytree(self.folder, tmp_path / "saved")
         monkeypatch.chdir(copy)
         return copy

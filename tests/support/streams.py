@@ -1,4 +1,4 @@
-"""Checks that a training step never waits for a CUDA stream, and can be captured from it."""
+"""Check that a training step never waits for a CUDA stream, and that a CUDA graph can capture it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 @contextmanager
 def stalls_forbidden() -> Iterator[None]:
-    """Inside, whatever waits for the device raises an error. Compile and load kernels before."""
+    """Context manager: whatever waits for the device raises an error; compile and load kernels before."""
     torch.cuda.set_sync_debug_mode("error")
     try:
         yield
@@ -20,7 +20,7 @@ def stalls_forbidden() -> Iterator[None]:
 
 
 def assert_replays(step: Callable[[], Sequence[Tensor]]) -> None:
-    """Assert that a step replayed from a CUDA graph equals the run step bit by bit, in all tensors that it writes."""
+    """Assert that a step replayed by a CUDA graph writes bit by bit the same tensors as the step itself."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):

@@ -1,4 +1,4 @@
-"""Model folders whose own Python code leaves a mark when it runs, and the contract that no command runs it."""
+"""Model folders whose own Python code leaves a mark when it runs, and the contract that no command runs such code."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def folder_with_code(folder: Path, checkpoint: Path | None = None) -> Path:
 
 
 def run_with_yes(main: Callable[..., int], call: Sequence[str], folder: Path) -> int:
-    """Run a command while standard input says yes to everything; return its exit code.
+    """Run a command whose stdin answers every question with yes; return its exit code.
 
     Raises:
         AssertionError: the folder's code ran, or standard input was asked.
@@ -70,7 +70,7 @@ def run_with_yes(main: Callable[..., int], call: Sequence[str], folder: Path) ->
 
 
 class TrustContract:
-    """Inherit it, and name the package's command line and the arguments of its commands that read a model's folder.
+    """A subclass names the package's command line, and arguments of its commands that read a model's folder.
 
     Attributes:
         main: the package's command line, as `staticmethod`.

@@ -1,4 +1,4 @@
-"""Scripts on two processes of a CPU, and the check that a model in bfloat16 trains with FSDP2."""
+"""Run scripts on two CPU processes, and check that a bfloat16 model trains with FSDP2."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ def tokenizer():
 
 @pytest.fixture(scope="session")
 def text_file(tmp_path_factory):
-    """A text of about 20 kB."""
+    """Write a text of about 20 kB."""
     path = tmp_path_factory.mktemp("text") / "text.txt"
     path.write_text(" ".join(f"Sentence {i} says {(i * i) % 97}." for i in range(1000)))
     return str(path)
@@ -31,7 +31,7 @@ def text_file(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def token_file(tmp_path_factory):
-    """A token file of 60 documents, a third of them held out."""
+    """Write a token file of 60 documents, a third of them held out."""
     from support.corpora import documents, token_file
 
     return str(token_file(tmp_path_factory.mktemp("corpus"), documents(60), held_out=0.3))
@@ -39,7 +39,7 @@ def token_file(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory, tokenizer):
-    """A saved hybrid of two layers with the byte tokenizer; to be read only."""
+    """Save a hybrid of two layers with the byte tokenizer; tests only read it."""
     from tokenmix_core.modeling import HybridConfig, HybridForCausalLM
 
     torch.manual_seed(0)

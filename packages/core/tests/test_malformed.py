@@ -1,4 +1,4 @@
-"""Malformed calls of everything public are told what they gave and what was expected, and leave nothing behind."""
+"""Test that malformed calls of every public function state what was given and expected, and have no lasting effect."""
 
 import json
 import shutil
@@ -261,7 +261,7 @@ DAMAGES = {
 
 @pytest.fixture
 def call(tmp_path, monkeypatch, capsys):
-    """Run a command in an empty folder and check that it fails as it should: returns what it said."""
+    """Run a command in an empty folder, check that it fails as it should, and return its message."""
     work = tmp_path / "work"
     work.mkdir()
     monkeypatch.chdir(work)

@@ -1,4 +1,4 @@
-"""Damaged corpora, recipes, overrides, checkpoints, folders to resume from and commands are each told in a sentence."""
+"""Test damaged corpora, recipes, overrides, checkpoints, folders and commands: each is described in one sentence."""
 
 import gzip
 import json
@@ -34,7 +34,7 @@ def recipe():
 
 
 def one_sentence(error):
-    """What an error says, which must be all that a user needs: no empty text, no page of it."""
+    """Return the message of an error, after checking that it is one sentence: not empty and not long."""
     said = " ".join(str(error.value).split())
     assert 20 < len(said) < 700
     return said
@@ -97,7 +97,7 @@ TOKEN_FILES = [
     (lambda f: (f / "tokens.bin").unlink(), "it lacks tokens.bin"),
     (lambda f: [(f / "tokens.bin").unlink(), (f / "tokens.bin").mkdir()], "it lacks tokens.bin"),
 ]
-# as if they had been written so: their sums are right
+# the sums match, as if the offsets had been written like this
 OFFSETS = [
     (b"", "cannot be read"),
     (b"\x93NUMPY", "cannot be read"),
@@ -161,7 +161,7 @@ SOURCES = [
 ]
 
 
-# named by what is said: names made of the contents would hold raw bytes
+# tests are named by the expected message, because the contents would put raw bytes into names
 @pytest.mark.parametrize(("name", "content", "said"), SOURCES, ids=[said for *_, said in SOURCES])
 def test_sources(name, content, said, tmp_path):
     if name.endswith("parquet"):
@@ -280,7 +280,7 @@ IDENTITY = {"learning_rate": 0.1}
 
 @pytest.fixture
 def run_folder(tmp_path):
-    """The folder of a run: its record, its log, and a checkpoint as the Trainer lays it out."""
+    """Return the folder of a run: its manifest, its log, and a checkpoint in the Trainer's layout."""
     folder = tmp_path / "run"
     saved = folder / "checkpoint-4"
     saved.mkdir(parents=True)

@@ -1,4 +1,4 @@
-"""Model folders that are wrong or hostile are refused in one sentence, at once, by every command and by Python."""
+"""Test that wrong or hostile model folders are refused at once, in one sentence, by every command and by Python."""
 
 import json
 import pickle

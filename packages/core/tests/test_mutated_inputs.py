@@ -1,4 +1,4 @@
-"""Folders, recipes and commands with random damage end in a result or in one sentence, soon, and never in a traceback.
+"""Test that randomly damaged folders, recipes and commands end soon in a result or one sentence, never in a traceback.
 
 `TOKENMIX_MUTATIONS=200 TOKENMIX_MUTATION_SEED=7 pytest packages/core/tests/test_mutated_inputs.py` draws other and more
 inputs. A case is drawn from its seed and number alone, so that a fault can be repeated.
@@ -26,7 +26,7 @@ from tokenmix_core.training.trainer import train
 
 COUNT = int(os.environ.get("TOKENMIX_MUTATIONS", "30"))
 SEED = int(os.environ.get("TOKENMIX_MUTATION_SEED", "0"))
-# CPU time, which other processes do not lengthen
+# limit CPU time, which other processes do not lengthen
 SECONDS = 8
 MODEL = {"vocab_size": 264, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "mixers": ["attention"]}
 VALUES = [
@@ -85,7 +85,7 @@ CALLS = (
 
 
 class TooLong(BaseException):
-    """A case takes longer than a user should wait; no command catches it."""
+    """A case takes longer than a user should wait; no command catches this error."""
 
 
 def nano():
@@ -102,7 +102,7 @@ def nano():
 
 @pytest.fixture(scope="module")
 def originals(checkpoint, token_file, tmp_path_factory):
-    """A model folder, a token file, a run that a kill ended after its second step, and a text."""
+    """Return a model folder, a token file, a run that was killed after its second step, and a text."""
     home = tmp_path_factory.mktemp("originals")
     shutil.copytree(checkpoint, home / "MODEL")
     weights = load_file(home / "MODEL" / "model.safetensors")
@@ -122,14 +122,14 @@ def originals(checkpoint, token_file, tmp_path_factory):
 
 
 def paths_of(value, path=()):
-    """Paths of all values inside of a JSON value."""
+    """Return the paths of all values inside a JSON value."""
     yield path
     for key, inner in value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ():
         yield from paths_of(inner, (*path, key))
 
 
 def changed(value, draw):
-    """A JSON value of which one part was replaced, removed or added."""
+    """Return a JSON value of which one part was replaced, removed or added."""
     value = json.loads(json.dumps(value))
     path = draw.choice([p for p in paths_of(value) if p] or [()])
     if not path:
@@ -148,7 +148,7 @@ def changed(value, draw):
 
 
 def damage(path, draw):
-    """Damage a file; describe the damage."""
+    """Damage a file; return a description of the damage."""
     what = draw.random()
     if path.suffix == ".safetensors" and what < 0.5:
         tensors = load_file(path)
@@ -193,14 +193,14 @@ def damage(path, draw):
     if what < 0.9:
         path.write_bytes(content[: draw.randrange(len(content))])
         return "cut"
-    # the header is more often of interest than the rest
+    # damage the header more often, since it has more effects
     at = draw.randrange(min(len(content), draw.choice([16, 400, 10**9])))
     path.write_bytes(content[:at] + bytes([draw.randrange(256)]) * draw.choice([1, 8]) + content[at + 1 :])
     return f"byte {at}"
 
 
 def renew(folder):
-    """Write the sums of damaged files again, as far as that can be done."""
+    """Write the hashes of damaged files again, as far as that can be done."""
     with suppress(OSError, ValueError, TypeError, AttributeError, KeyError, RecursionError):
         content = json.loads((folder / "TOKENS" / "meta.json").read_text())
         content["sha256"] |= {
@@ -215,7 +215,7 @@ def renew(folder):
 
 
 def case(number, originals, folder):
-    """A command with something wrong; files are made in `folder`."""
+    """Return a command with an error in its arguments or files; files are made in `folder`."""
     draw = random.Random(f"{SEED} {number}")
     kind = ("model", "tokens", "run", "recipe", "arguments")[number % 5]
     for path in originals.iterdir():
@@ -227,7 +227,7 @@ def case(number, originals, folder):
             path = folder / kind.upper() / name
             done.append(f"{name}: {damage(path, draw)}")
         if draw.random() < 0.6:
-            # what damaged the file, or wrote it so, also wrote its sum
+            # whatever damaged the file, or wrote it so, also wrote its hash
             done.append("sums renewed")
             renew(folder)
     elif kind == "recipe":
@@ -256,7 +256,7 @@ def case(number, originals, folder):
             argv[draw.randrange(1, len(argv))] = told
         else:
             del argv[draw.randrange(1, len(argv))]
-        # a right call for so many tokens or repetitions is not wrong, only long
+        # a correct call with very many tokens or repetitions is not an error, but takes long
         argv = [
             "9" if word in map(str, (10**9, 10**12, 2**63, 10**30)) and draw.random() < 0.5 else word for word in argv
         ]
@@ -264,7 +264,7 @@ def case(number, originals, folder):
 
 
 def run_case(number, originals, folder, capsys, monkeypatch):
-    """Run a case; return its fault or None, the exit code and the last line on stderr."""
+    """Run a case; return its fault or None, the exit code, and the last line on stderr."""
     argv, done = case(number, originals, folder)
     monkeypatch.chdir(folder)
 
@@ -317,5 +317,5 @@ def test_mutated_inputs(originals, tmp_path, capsys, monkeypatch):
         with open(path, "w") as file:
             file.write("\n".join(told) + "\n\n" + "\n".join(faults))
     assert not faults, f"{len(faults)} of {COUNT}:\n" + "\n".join(faults)
-    # damage is found, and other inputs are used
+    # some damage is found, and some inputs can still be used
     assert 0 < codes.count(0) < COUNT

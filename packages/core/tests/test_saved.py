@@ -1,4 +1,4 @@
-"""Folders written at commit 09852bb load and continue."""
+"""Test that folders written at commit 09852bb load, and that their runs continue."""
 
 from pathlib import Path
 

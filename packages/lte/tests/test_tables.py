@@ -23,7 +23,7 @@ RIGHT |= {"based_drop": 2}
 
 
 def question(name: str, first: bool) -> dict:
-    """A question of the data set of this name whose answer is the first choice or not."""
+    """Return a question of the named data set, whose answer is the first choice if `first`."""
     label, two = (0 if first else 1), ["same", "same"]
     # the empty string is in every continuation
     answer = "" if first else "§"
@@ -59,7 +59,7 @@ def load_dataset(path, name=None, split=None, **_):
 
 @pytest.fixture
 def offline(monkeypatch):
-    """lm-eval with the tables' tasks alone, on the data sets of this file; indexing all of its tasks takes 10 s."""
+    """Give lm-eval only the tables' tasks, with the data sets of this file; indexing all its tasks would take 10 s."""
     lm_eval = pytest.importorskip("lm_eval.tasks")
     pytest.importorskip("wonderwords")
     manager, folder = lm_eval.TaskManager, Path(lm_eval.__file__).parent

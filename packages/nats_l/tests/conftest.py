@@ -1,4 +1,4 @@
-"""Kernels run on the GPU where there is one, else in Triton's interpreter; tests marked `gpu` need one."""
+"""Fixtures: kernels run on a GPU if there is one, else in Triton's interpreter; tests marked `gpu` need a GPU."""
 
 import dataclasses
 

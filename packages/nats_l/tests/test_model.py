@@ -79,7 +79,7 @@ def test_rows_have_adapters_of_the_chunks_scores_with_a_cache_and_padding():
     left = (torch.arange(200) >= 200 - torch.tensor(lengths).unsqueeze(1)).long()
 
     def continued(rows, mask, **given):
-        """Logits of a prompt and of 70 tokens that follow in one call, which ends chunks of some rows."""
+        """Return the logits of a prompt and of 70 tokens that follow in one call, in which chunks of some rows end."""
         begun = adapted(input_ids=rows[:, :-70], attention_mask=mask[:, :-70], use_cache=True, **given)
         more = adapted(input_ids=rows[:, -70:], attention_mask=mask, **{CACHE: begun[CACHE]}, **given)
         return torch.cat((begun.logits, more.logits), 1)

@@ -1,4 +1,4 @@
-"""The command line sets modes, and results name them."""
+"""Test that the command line sets modes, and that results name them."""
 
 import json
 
@@ -31,7 +31,7 @@ def checkpoint(tmp_path_factory):
 
 @pytest.fixture
 def calls(monkeypatch):
-    """Mode (one, or per token), tokens and promise of every call of the backbone."""
+    """Return the list of calls of the backbone: mode (one, or per token), tokens, and promise."""
     seen = []
     prepare = OryxForCausalLM.model_class.prepare_mixer_inputs
 

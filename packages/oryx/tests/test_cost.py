@@ -1,4 +1,4 @@
-"""The table and the plot of the layer's cost say what the measured rows say."""
+"""Test that the table and the plot of the layer's cost show the values of the measured rows."""
 
 import importlib
 import json

@@ -1,4 +1,4 @@
-"""The paper's measurements: what they put to the model, and what they make of its answers."""
+"""Test the paper's measurements: the inputs that they give to the model, and how they evaluate its answers."""
 
 import itertools
 from functools import partial
@@ -37,7 +37,7 @@ def text(tmp_path_factory):
 
 @pytest.fixture
 def calls(model, monkeypatch):
-    """The modes of every call of the backbone, as lists of rows."""
+    """Return the list of the modes of every call of the backbone, as lists of rows."""
     seen = []
     prepare = type(model.model).prepare_mixer_inputs
 
@@ -209,7 +209,7 @@ metric_list:
 
 
 def test_average_is_over_the_papers_seven_columns(model, tmp_path, monkeypatch):
-    """OBQA by accuracy, HellaSwag and ARC-c by normalised accuracy, as the headers of Tables 1 and 9 say."""
+    """OBQA counts by accuracy, HellaSwag and ARC-c by normalised accuracy, as the headers of Tables 1 and 9 say."""
     pytest.importorskip("lm_eval")
     (tmp_path / "local.py").write_text(CHOICES)
     columns = ["lambada_openai", "hellaswag", "piqa", "arc_easy", "arc_challenge", "winogrande", "openbookqa"]

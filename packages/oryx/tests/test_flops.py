@@ -1,4 +1,4 @@
-"""The FLOPs model of appendix E: its parts, its simplified form and its crossover."""
+"""Test the FLOPs model of appendix E: its parts, its simplified form and its crossover."""
 
 import pytest
 

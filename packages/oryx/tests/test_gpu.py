@@ -1,4 +1,4 @@
-"""On a GPU: the layer against its eager self in float64, in any mode, and no waiting for the device."""
+"""Test on a GPU: the layer in any mode against its eager form in float64, without waiting for the device."""
 
 import pytest
 import torch

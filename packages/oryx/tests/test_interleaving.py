@@ -1,4 +1,4 @@
-"""Oryx layers combine with their baseline attention and core's mixers in one model."""
+"""Test that Oryx layers combine with their baseline attention and core's mixers in one model."""
 
 from typing import ClassVar
 

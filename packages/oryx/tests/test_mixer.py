@@ -1,4 +1,4 @@
-"""The layer against its equations, its contract in each mode, and what each ablation's switch changes."""
+"""Test the layer against its equations, its contract in each mode, and the effect of each ablation's option."""
 
 from typing import ClassVar
 
@@ -49,7 +49,7 @@ class _Contract(MixerContract):
     }
 
     def trained(self, x):
-        """A mode for each token."""
+        """Return a mode for each token."""
         return {"mode": Modes(None, torch.arange(x.shape[1]).expand(len(x), -1) % 3 == 0)}
 
 
@@ -84,7 +84,7 @@ def rotate(y: Tensor, t: int) -> Tensor:
 
 
 def by_the_equations(mixer: OryxMixer, x: Tensor, attends: Tensor, family: str) -> Tensor:
-    """Section 3 and appendix C, token by token, for one sequence `[T, D]`."""
+    """Compute section 3 and appendix C token by token, for one sequence `[T, D]`."""
     tm, F = family == "mamba2", nn.functional
     act = (lambda y: y) if tm else F.silu
     heads = lambda y: y.view(-1, HEADS, K)  # noqa: E731

@@ -1,4 +1,4 @@
-"""The model: cached decoding in any schedule equals the full forward, switching in generation, the promise."""
+"""Test the model: cached decoding in any schedule equals the full forward; switches in generation; the promise."""
 
 import json
 import random
@@ -191,7 +191,7 @@ def generate(model, ids, **options):
 
 
 def by_hand(model, ids, mode_at, new=8):
-    """Greedy decoding by full forward passes, one sequence without padding."""
+    """Decode greedily by full forward passes, one sequence without padding."""
     for _ in range(new):
         mode = torch.tensor([[mode_at(t) == "attention" for t in range(ids.shape[1])]])
         ids = torch.cat((ids, model(ids, mode=mode, use_cache=False).logits[:, -1:].argmax(-1)), 1)
@@ -418,7 +418,7 @@ def test_modes_switch_between_captured_steps(modes):
 
 
 def _served(model, requests):
-    """Return the tokens of (prompt, inputs) that run at the same time."""
+    """Return the tokens of requests (prompt, inputs) that are served at the same time."""
     config = GenerationConfig(max_new_tokens=8, do_sample=False, pad_token_id=0)
     # chunked prompts, and too few pages, so that some requests are preempted
     pool = ContinuousBatchingConfig(page_size=4, num_blocks=20, max_batch_tokens=12)

@@ -1,4 +1,4 @@
-"""All forms of modes are equivalent; training's draws depend only on seed and row."""
+"""Test that all forms of modes are equivalent, and that training draws modes by seed and row only."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""The grouped projection uses the weights of each token's mode, forward and backward."""
+"""Test that the grouped projection uses the weights of each token's mode, forward and backward."""
 
 import pytest
 import torch

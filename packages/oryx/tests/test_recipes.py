@@ -1,4 +1,4 @@
-"""Recipes: the paper's sizes and settings, and training rows whose modes no interruption or split changes."""
+"""Test recipes: the paper's sizes and settings, and modes of training rows, which no interruption or split changes."""
 
 import dataclasses
 import shutil
@@ -239,7 +239,7 @@ def test_resumed_run_continues_with_the_same_modes(small, tmp_path):
 
 
 def test_micro_batches_do_not_change_results(small, tmp_path):
-    """As with processes: a step's rows and their modes are the same however they are divided."""
+    """As with several processes, a step has the same rows and modes however they are divided."""
     losses = []
     for micro in (256, 64):
         recipe = dataclasses.replace(

@@ -28,7 +28,7 @@ def test_a_written_file_is_as_readable_as_any(tmp_path):
 
 
 def test_writing_leaves_the_umask_of_the_process_alone(tmp_path, monkeypatch):
-    # other threads make files at any instant
+    # other threads may create files at any time
     monkeypatch.setattr(os, "umask", lambda mask: pytest.fail(f"the umask was set to {mask:o}"))
     write_atomically(tmp_path / "file", "text")
     assert (tmp_path / "file").read_text() == "text"

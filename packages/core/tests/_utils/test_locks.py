@@ -1,4 +1,4 @@
-"""A folder has one writer at a time; others learn at once who it is, and a kill lets go."""
+"""Test that a folder has one writer at a time: others are told at once who it is, and a killed one loses the lock."""
 
 import json
 import os
@@ -25,7 +25,7 @@ with FolderLock(Path(sys.argv[1]), "training"):
 
 @pytest.fixture
 def other(tmp_path):
-    """Another process that holds the lock of `run`."""
+    """Start another process that holds the lock of `run`."""
     with subprocess.Popen([sys.executable, "-c", HOLD, str(tmp_path / "run")], stdout=subprocess.PIPE) as process:
         assert process.stdout.readline() == b"held\n"
         yield process

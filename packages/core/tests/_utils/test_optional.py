@@ -1,4 +1,4 @@
-"""Missing optional libraries are named with the command that installs them; other errors are left alone."""
+"""Test that a missing optional library is named with the command that installs it; other errors pass unchanged."""
 
 import json
 import sys
@@ -53,7 +53,7 @@ def test_the_command_suits_how_core_is_installed(workspace, installer, command, 
     metadata["direct_url.json"] = json.dumps({"url": package.as_uri(), "dir_info": {"editable": True}})
     monkeypatch.setattr("tokenmix_core._utils.optional._about_core", metadata.get)
     assert install_command("tokenmix-core[tensorboard,wandb]") == command
-    # another library is no member of the workspace
+    # another library is not a package of the workspace
     assert install_command("lm-eval[ruler]").endswith("pip install 'lm-eval[ruler]'")
     monkeypatch.setattr("tokenmix_core._utils.optional._about_core", lambda file: "")
     assert install_command("tokenmix-core[eval]") == "pip install 'tokenmix-core[eval]'"

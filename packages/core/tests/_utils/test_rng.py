@@ -1,4 +1,4 @@
-"""No two uses of random numbers in the packages share a stream."""
+"""Test that no two uses of random numbers in the packages share a stream."""
 
 import ast
 from collections import Counter
@@ -13,7 +13,7 @@ SOURCES = [path for path in sorted(PACKAGES.glob("*/src/tokenmix_*/**/*.py")) if
 
 
 def _calls(function):
-    """Every call of a function of this name in the packages, with its file."""
+    """Return every call of a function of this name in the packages, with its file."""
     for path in SOURCES:
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Call):
@@ -44,7 +44,7 @@ def test_no_use_goes_past_the_names(function):
 
 
 def test_keys_of_other_lengths_and_sizes_give_other_numbers():
-    # NumPy itself takes (1, 2) for (1, 2, 0), and 2**32 for (0, 1)
+    # NumPy would give (1, 2) the same stream as (1, 2, 0), and 2**32 the same as (0, 1)
     keys = [(), (0,), (0, 0), (1,), (1, 2), (1, 2, 0), (2, 1), (2**32,), (0, 1), (2**32 + 1,), (12,)]
     assert len({_first("name", *key) for key in keys}) == len(keys)
     assert _first("name", 1, 2) == _first("name", 1, 2)

@@ -1,4 +1,4 @@
-"""A model's folder runs no code of its own unless that is asked for, and nothing is asked on standard input."""
+"""Test that a model's folder runs no code of its own unless the user permits it, and that no command reads stdin."""
 
 import pytest
 
@@ -56,7 +56,7 @@ def test_code_runs_where_it_is_trusted(tmp_path, capsys):
     assert main(["info", str(folder), "--trust-remote-code"]) == 0
     assert "with_code" in capsys.readouterr().out
     assert mark_of(folder).exists()
-    # for this command alone
+    # the permission was only for this command
     assert not trust.is_trusted()
 
 

@@ -1,4 +1,4 @@
-"""The commands do what they say, with their own recipes and suites, and say what went wrong in a sentence."""
+"""Test that commands do what they say, with their own recipes and suites, and describe errors in one sentence."""
 
 import json
 import os
@@ -20,7 +20,7 @@ COMMANDS = ["train", "eval", "generate", "bench", "push", "data prepare", "info"
 
 @pytest.fixture
 def recipes(token_file):
-    """One recipe of two layers and four steps."""
+    """Return one recipe of two layers and four steps."""
 
     def nano():
         from tokenmix_core.training.recipe import DataRecipe, OptimizerRecipe, Recipe, RunRecipe, Tokens
@@ -82,7 +82,7 @@ def test_version_names_core_and_the_package(tmp_path, monkeypatch, capsys):
 
 @pytest.mark.parametrize(("given", "kept"), [(None, "PASSIVE"), ("ACTIVE", "ACTIVE")])
 def test_threads_sleep_at_barriers_unless_the_user_chose_otherwise(given, kept):
-    # ends where torch would be imported, which reads the policy
+    # the code ends at the import of torch, which reads the policy
     code = """if True:
         import os, sys
 
@@ -132,7 +132,7 @@ def test_train_leaves_a_model_its_tables_and_its_plots(recipes, tmp_path, capsys
     assert [row["prompt"] for row in samples] == ["word1"]
     assert "trained 4 steps" in capsys.readouterr().out
     assert main(["generate", str(out), "--prompt", "word", "--max-new-tokens", "2"], recipes=recipes) == 0
-    # the folder is in use now, and stays as it is
+    # the folder is in use now and must not change
     before = sorted(p.stat().st_mtime_ns for p in out.rglob("*"))
     assert main(["train", "nano", "--out", str(out)], recipes=recipes) == 2
     assert f"{out} is not empty" in capsys.readouterr().err
@@ -197,7 +197,7 @@ def test_resume_needs_the_folder_alone_and_knows_what_was_given(recipes, tmp_pat
     assert f"go on with: tokenmix train --resume {out}" in capsys.readouterr().out
     monkeypatch.setattr(StopOnSignal, "on_step_end", begun)
     out.rename(moved)
-    # fields of how it runs may still be given, with the flag in any place
+    # fields that only affect how the run is executed may still be set, by flags in any position
     assert main(["train", "--resume", str(moved), "--logging_steps", "3"], recipes=recipes) == 0
     said = capsys.readouterr()
     assert "trained 4 steps" in said.out
@@ -274,7 +274,7 @@ def test_an_evaluation_that_fails_costs_no_other_and_is_told(recipes, tmp_path, 
     last = said.err.strip().splitlines()[-1]
     assert "2 of 4 evaluations failed (broken: no such kernel; unfit: too short)" in last
     assert "perplexity-by-position, samples ran" in last
-    # a fault of a program shows its place, bad input does not
+    # a bug is printed with its traceback, wrong input is not
     assert said.err.count("Traceback") == 1
 
 
@@ -486,7 +486,7 @@ def test_every_field_is_described_where_it_is_set_and_where_it_is_shown(recipes,
     for name in [*values, *(f"  {field}" for field in model)]:
         at = next(i for i, line in enumerate(lines) if line.startswith(f"{name}:"))
         assert lines[at - 1].strip().startswith("# "), name
-    # one that the recipe leaves alone, with its default
+    # a field that the recipe does not set is listed with its default
     assert lines[lines.index("  # norm_eps: 1.0e-06") - 1] == "  # epsilon of all norms."
 
 

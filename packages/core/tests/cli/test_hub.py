@@ -1,4 +1,4 @@
-"""The card of a model says what it is and how to load it; what is uploaded is the model, and nothing of the machine."""
+"""Test that a model's card says what the model is and how to load it, and that only the model is uploaded."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ DATA = {"stdlib": "ab" * 32, "tokens-1": "cd" * 32}
 
 @pytest.fixture
 def folder(tmp_path):
-    """A small model with what a run leaves beside it."""
+    """Return the folder of a small model with the files that a run leaves next to it."""
     torch.manual_seed(0)
     options = {"gated_delta_net": {"num_heads": 1, "head_dim": 16}, "attention": {"num_heads": 2}}
     config = HybridConfig(vocab_size=264, hidden_size=32, num_hidden_layers=2, intermediate_size=48,
@@ -43,7 +43,7 @@ def folder(tmp_path):
 
 @pytest.fixture
 def hub(monkeypatch):
-    """What would be sent to the hub, in place of the hub."""
+    """Replace the hub, and return the calls that it would get."""
     sent = []
 
     class Fake:
@@ -95,7 +95,7 @@ def test_the_model_its_card_and_its_scores_are_uploaded_and_nothing_else(folder,
         "README.md", "config.json", "generation_config.json", "model.safetensors", "evaluation/mqar.png",
     }  # fmt: skip
     assert capsys.readouterr().out.endswith("there\n")
-    # written again when it is its own
+    # a card that `push` has written may be overwritten
     assert main(["push", str(folder), "me/tiny"]) == 0
 
 

@@ -1,4 +1,4 @@
-"""Evaluations under torchrun."""
+"""Test evaluations under torchrun."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""The built-in corpus: no text that one Python version holds out is training text of another, or of itself."""
+"""Test the built-in corpus: no text that one version of Python holds out is training text of another, or of itself."""
 
 import json
 import sysconfig
@@ -26,7 +26,7 @@ NAMES = ["enum.py", "html/parser.py", "_code.py", *(f"module{i}.py" for i in ran
 
 @pytest.fixture
 def python(tmp_path, monkeypatch):
-    """Put a small standard library instead of Python's; called again, it is another version's."""
+    """Replace Python's standard library by a small one; a second call replaces it by that of another version."""
     monkeypatch.setenv("TOKENMIX_CACHE", str(tmp_path / "cache"))
 
     def install(version):
@@ -42,7 +42,7 @@ def python(tmp_path, monkeypatch):
 
 
 def by_text():
-    """The built-in corpus as it was split before module families."""
+    """Return the built-in corpus as it was split before module families existed."""
     from tokenmix_core.data.prepare import _built_in_corpus
 
     return _built_in_corpus("bytes", stdlib_source(by_family=False))
@@ -55,7 +55,7 @@ def test_few_spans_of_the_held_out_text_are_in_the_training_text():
     text = "".join(held_out).encode()
     assert 0.02 * len(train) < len(text) < 0.1 * len(train)
     starts = np.random.default_rng(0).integers(0, len(text) - 64, 250)
-    # the split by text left 8.65 % of them in the training text
+    # when single texts were split, 8.65 % of them were in the training text
     assert sum(text[start : start + 64] in train for start in starts) <= 5
 
 

@@ -1,4 +1,4 @@
-"""Tokenizing in several processes, long documents in parts, and text that spells special tokens."""
+"""Test tokenizing in several processes, long documents in parts, and text that spells special tokens."""
 
 import itertools
 import json
@@ -27,7 +27,7 @@ FILES = ("tokens.bin", "documents.npy", "meta.json")
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A byte-level BPE tokenizer with 300 tokens, which transformers lets parse special tokens in text."""
+    """Save a byte-level BPE tokenizer with 300 tokens, for which transformers parses special tokens in text."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     bpe = Tokenizer(models.BPE())
@@ -194,7 +194,7 @@ def test_the_memory_that_a_document_takes_is_bounded(tmp_path):
     command = [sys.executable, "-c", PEAK, str(path), str(tmp_path / "out")]
     out = subprocess.run(command, capture_output=True, text=True, timeout=280)
     assert out.returncode == 0, out.stderr
-    # transformers takes some 100 MB by itself
+    # transformers itself takes about 100 MB
     assert int(out.stdout) < 300, "the memory grows with the document"
     file = TokenFile(tmp_path / "out", "all")
     assert file.tokens.size - file.num_documents == path.stat().st_size
@@ -206,7 +206,7 @@ def test_a_large_text_file_yields_held_out_text(equal, tmp_path):
     (tmp_path / "in").mkdir()
     (tmp_path / "in" / "a.txt").write_text(text)
     if equal:
-        # both copies are one side's
+        # both copies belong to the same split
         (tmp_path / "in" / "b.txt").write_text(text)
     meta = prepare(str(tmp_path / "in"), tmp_path / "out", progress=False)
     train, held_out = (TokenFile(tmp_path / "out", split) for split in ("train", "held_out"))

@@ -72,7 +72,7 @@ def test_all_kinds_of_files_in_a_folder_are_read_and_counted(stop, tmp_path, mon
     (folder / "table.csv").write_text("text\nno\n")
     call = ["data", "prepare", str(folder), str(tmp_path / "out"), "--held-out", "0"]
     if stop is not None:
-        # stopped, it goes on with the same counts
+        # a preparation that was stopped continues with the same counts
         monkeypatch.setattr(prepare_module, "_COMMIT_SECONDS", 0.0)
         ended = TokenFileWriter.end_document
         left = iter(range(stop))
@@ -141,7 +141,7 @@ def test_a_preparation_that_was_stopped_goes_on_to_the_same_file(stops, tmp_path
         assert not (tmp_path / "out").exists()
         with pytest.raises(ValueError, match="no token file"):
             TokenFile(tmp_path / "out")
-        # what a kill leaves after the last commit is cut off again
+        # bytes that a killed process wrote after the last commit are cut off
         with open(tmp_path / "out.partial" / "train.tokens", "ab") as file:
             file.write(b"torn")
     prepare(source(), tmp_path / "out", held_out=0.1, progress=False)
@@ -152,7 +152,7 @@ def test_a_preparation_that_was_stopped_goes_on_to_the_same_file(stops, tmp_path
 
 
 def _rows_with_holes(bad):
-    """JSONL of 600 documents, the rows of `bad` among them spoilt."""
+    """Return JSONL of 600 documents, of which the rows in `bad` are damaged."""
     rows = [json.dumps({"text": t}) for t in TEXTS]
     for index, row in zip(bad, ('{"text": null}', '{"text": 3}', "{", '["a"]', '{"body": "a"}'), strict=False):
         rows[index] = row
@@ -165,7 +165,7 @@ def test_a_bad_row_keeps_what_came_before_it_and_skipping_goes_on_from_there(tmp
     told = rf"line 291: field 'text' must be text, got null; 290 rows before it are kept in {tmp_path}/out.partial; "
     with pytest.raises(ValueError, match=told + "--on-bad-row skip continues"):
         prepare(str(tmp_path / "in.jsonl"), tmp_path / "out", held_out=0.1, progress=False)
-    # a second time: nothing before the row is encoded again, and nothing is lost
+    # at the second attempt no earlier row is encoded again, and no row is lost
     seen = []
     monkeypatch.setattr(
         prepare_module, "is_held_out", lambda text, share: seen.append(text) or is_held_out(text, share)
@@ -179,7 +179,7 @@ def test_a_bad_row_keeps_what_came_before_it_and_skipping_goes_on_from_there(tmp
     assert sorted(documents(tmp_path / "out")) == sorted(good)
     assert meta.source["skipped_rows"] == 5
     assert capsys.readouterr().err.count("skipped: ") == 5
-    # as if it had been skipped from the start
+    # the result is the same as if the row had been skipped from the start
     prepare(str(tmp_path / "in.jsonl"), tmp_path / "whole", held_out=0.1, on_bad_row="skip", progress=False)
     for name in ("tokens.bin", "documents.npy", "meta.json"):
         assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
@@ -256,7 +256,7 @@ def test_a_small_corpus_holds_out_one_document_at_least(texts, kept, tmp_path, c
     assert kept is None or len(train) == kept
     assert (meta.held_out_documents, meta.held_out_tokens) == (len(held_out), sum(len(t) + 1 for t in held_out))
     assert capsys.readouterr().err == ""
-    # which one depends on the texts, not on their order
+    # the choice depends on the texts, not on their order
     prepare(Source({}, lambda n: iter(texts[::-1][n:])), tmp_path / "other", progress=False)
     assert documents(tmp_path / "other", "held_out") == held_out
     assert prepare(source, tmp_path / "none", held_out=0, progress=False).held_out_documents == 0
@@ -439,11 +439,11 @@ def test_the_built_in_corpus_is_python_without_tests_or_machine_paths(tmp_path, 
     texts = list(first.documents(0))
     assert 5_000_000 < sum(map(len, texts)) < 30_000_000
     assert not any("build_time_vars" in text[:400] for text in texts), "a build's configuration is in the corpus"
-    # the whole of it takes ten seconds: a part shows how it is kept
+    # all texts would take ten seconds, so a part is enough here
     part = Source(first.description, lambda n: iter(texts[n:60]), 60)
     monkeypatch.setattr(prepare_module, "stdlib_source", lambda: part)
     path = built_in_corpus()
-    # nothing is written beside one that is there, which may be another user's
+    # if the corpus exists, nothing is written next to it, since it may be another user's
     monkeypatch.setattr(prepare_module, "FileLock", None)
     assert built_in_corpus() == path
     train, held_out = (documents(path, split) for split in ("train", "held_out"))

@@ -1,4 +1,4 @@
-"""Synthetic recall data: each question can be answered from the context, and only from there."""
+"""Test synthetic recall data: each question can be answered from the context, and only from there."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""Small models of two kinds."""
+"""Fixtures: small models of two kinds."""
 
 import pytest
 import torch
@@ -21,7 +21,7 @@ def _hybrid():
 
 @pytest.fixture(scope="session", params=[_llama, _hybrid], ids=["llama", "hybrid"])
 def model(request):
-    """A model of transformers' own, and one of ours; random weights, wide enough to make the logits differ."""
+    """Return a model of transformers and one of ours, with random weights, and so wide that logits differ."""
     torch.manual_seed(0)
     model = request.param().eval()
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""The second copy stands where it should, and what is saved there is what a model recalls and nothing else."""
+"""Test that the second copy is where it should be, and that the measured gain is due only to recall."""
 
 from itertools import pairwise
 from types import SimpleNamespace
@@ -14,7 +14,7 @@ LENGTH, PASSAGE = 64, 8
 
 
 class Echo(nn.Module):
-    """Expects the token that stood `distance` places before the next one, and knows nothing else."""
+    """Predicts the token that was `distance` positions before the next one."""
 
     def __init__(self, distance: int) -> None:
         super().__init__()
@@ -33,7 +33,7 @@ class Echo(nn.Module):
 
 @pytest.fixture
 def windows():
-    # no token twice in a window, so that only a copy repeats one
+    # no token occurs twice in a window, so that only a copy repeats tokens
     rows = [torch.randperm(250, generator=torch.Generator().manual_seed(i)) for i in range(3)]
     return torch.stack(rows)[:, : 2 * (LENGTH - PASSAGE)]
 
@@ -55,7 +55,7 @@ def test_a_sequence_is_running_text_and_then_what_it_held_before(windows, distan
     torch.testing.assert_close(sequences[:, :-PASSAGE], windows[:, distance : distance + LENGTH - PASSAGE])
     end = LENGTH - distance
     torch.testing.assert_close(sequences[:, end - PASSAGE : end], sequences[:, -PASSAGE:])
-    # the same passages at every distance
+    # the passages are the same at every distance
     torch.testing.assert_close(sequences[:, -PASSAGE:], with_copy(windows, LENGTH, PASSAGE, None)[:, -PASSAGE:])
 
 
@@ -88,7 +88,7 @@ def test_what_is_recalled_at_one_distance_is_saved_there_alone(tokenizer, text_f
             assert row["second copy"] < 1e-3
             assert row["saved"] == pytest.approx(row["not seen before"], rel=1e-3)
         else:
-            # tokens of the text that meet by chance
+            # at other distances a token is repeated only by chance
             assert abs(row["saved"]) < 0.3 * row["not seen before"]
         assert row["first copy"] > 1
         assert row["saved"] == pytest.approx(row["not seen before"] - row["second copy"])

@@ -1,4 +1,4 @@
-"""Costs of inference: the bytes are those of the cache, the times are times."""
+"""Test the costs of inference: bytes are those of the cache, and times are positive."""
 
 import copy
 import gc
@@ -21,7 +21,7 @@ from tokenmix_core.modeling.cache_name import CACHE
 
 
 def storage_bytes(cache):
-    """Bytes of all tensors' storages below a cache, found through the garbage collector."""
+    """Return the bytes of all tensors' storages in a cache, found by the garbage collector."""
     found, seen, left = {}, set(), [cache]
     while left:
         x = left.pop()
@@ -86,10 +86,10 @@ def test_cache_bytes_are_those_of_the_storages(model):
         before = storage_bytes(cache)
         for _ in range(41):
             model(torch.zeros(2, 1, dtype=torch.long), use_cache=True, **{CACHE: cache})
-    # beside them the cache has a few integers, such as the number of tokens
+    # besides keys and values the cache has a few integers, such as the number of tokens
     assert 0 <= before - row["cache bytes"] <= 64
     assert 0 <= storage_bytes(cache) - row["cache bytes, decoded"] <= 64
-    # the cache's own content is smaller, if keys and values have spare slots
+    # without spare slots, the content of the cache is smaller
     assert cache_bytes(cache, allocated=False) <= cache_bytes(cache)
 
 

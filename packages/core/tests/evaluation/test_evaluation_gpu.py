@@ -1,4 +1,4 @@
-"""Evaluation on a GPU gives what it gives on a CPU, and measures the GPU."""
+"""Test that evaluation on a GPU gives the same results as on a CPU, and measures the GPU."""
 
 import copy
 
@@ -36,7 +36,7 @@ def test_generation_in_a_batch_is_generation_alone(on_gpu, tokenizer):
 def test_times_and_memory_are_the_devices(on_gpu):
     row = measure_inference(on_gpu, 256, batch_size=2, decode_tokens=4, repeats=2)
     assert 0 < row["prefill ms"] < 1e4
-    # the cache and the weights are there at the peak
+    # the peak includes the cache and the weights
     weights = sum(p.numel() * p.element_size() for p in on_gpu.parameters())
     assert row["peak bytes"] >= weights + row["cache bytes"]
 
@@ -55,5 +55,5 @@ def test_the_stopwatch_waits_for_the_kernels():
 
     watch = Stopwatch(x.device)
     watch.time(lambda: work(5))
-    # launching takes far less than the products do
+    # launches take much less time than the matmuls
     assert 4 < watch.time(lambda: work(200)) / watch.time(lambda: work(20)) < 25

@@ -1,4 +1,4 @@
-"""lm-eval through the adapter: local tasks give what a direct calculation gives, and missing data is named."""
+"""Test lm-eval through the adapter: local tasks give directly computed results, and missing data is named."""
 
 import json
 import re
@@ -46,7 +46,7 @@ def test_cloze_passages_are_cut_to_fit_around_the_answer(tokenizer, around_answe
     words.insert(at, "needle")
     row = {"context": " ".join(words), "question": "Where?", "answers": ["Needle"]}
     short = cloze.cut(row, tokenizer, 300, around_answer=around_answer)
-    # white space at the ends is dropped
+    # white space at the ends of a passage is removed
     assert (
         300 - cloze.ANSWER_TOKENS - 2 <= len(tokenizer(cloze.prompt(short))["input_ids"]) <= 300 - cloze.ANSWER_TOKENS
     )
@@ -157,7 +157,7 @@ def test_a_task_that_fails_costs_no_other_task(harness, model, tokenizer, local)
     tasks = {"local_broken": "said", "local_words": "said", "local_choices": "acc"}
     options = EvalOptions(batch_size=3, progress=False)
     result = harness.run_tasks("local", model, tokenizer, tasks, options, include=[local], builtin=False)
-    # no average over the others
+    # without this task there is no average over the others
     assert {row["task"] for row in result["rows"]} == {"local_words", "local_choices"}
     assert {name: str(error) for name, error in result["failed"].items()} == {"local_broken": "no such answer"}
     with pytest.raises(RuntimeError, match="no such answer"):
@@ -177,7 +177,7 @@ def test_a_group_is_the_mean_of_its_tasks_by_their_examples(harness, model, toke
     assert (many["examples"], few["examples"], group["examples"]) == (4, 2, 6)
     assert group["value"] == pytest.approx((4 * many["value"] + 2 * few["value"]) / 6)
     assert rows["average", "2 tasks"]["value"] == pytest.approx((group["value"] + 1) / 2)
-    # a task alone is no group
+    # a single task is not a group
     assert sum(task == "local_words" for task, _ in rows) == 2
 
 

@@ -1,4 +1,4 @@
-"""Losses by position are those of the definition, however the sequence is cut up."""
+"""Test that losses by position are those of the definition, however the sequence is split."""
 
 import math
 
@@ -81,7 +81,7 @@ def test_suite_rows_cover_all_positions(model, tokenizer, text_file):
     mean = sum(row["loss"] * row["tokens"] for row in parts) / whole["tokens"]
     assert whole["loss"] == pytest.approx(mean)
     assert whole["perplexity"] == pytest.approx(math.exp(mean))
-    # a byte a token: bits per byte are bits per token
+    # each token is one byte, so bits per byte are bits per token
     assert whole["bits per byte"] == pytest.approx(mean / math.log(2))
     assert list(result["plots"][0]["series"]) == ["model"]
     assert [len(values) for values in result["samples"]] == [5] * 4
@@ -100,7 +100,7 @@ def test_a_character_that_is_cut_has_the_bytes_of_its_part(tokenizer, sentence):
 
 def test_bytes_of_tokens_that_are_not_byte_level_are_those_of_the_decoded_text():
     class Pieces:
-        """Token 3 is a word of six bytes; others are bytes, which decode to U+FFFD if they are alone."""
+        """Decodes token 3 as a word of six bytes; any other token is a byte, which decodes to U+FFFD if it is alone."""
 
         def batch_decode(self, rows, **_):
             return ["".join("héllo" if i == 3 else "\ufffd" for i in row) for row in rows]
@@ -139,7 +139,7 @@ def test_a_text_with_a_training_part_brings_its_bigram_model(llama, tokenizer, t
     train = text.training_tokens(token_file, tokenizer)
     expected = bigram_loss(train, cut_sequences(held_out, 64, 4).numpy(), len(tokenizer))
     assert bigram["loss"] == pytest.approx(expected)
-    # the words are made of few pairs of letters, and the model is untrained
+    # the words consist of few pairs of letters, which the bigram model learns, while the model is untrained
     assert bigram["loss"] < 1.5 < result["rows"][-2]["loss"]
 
 

@@ -1,4 +1,4 @@
-"""Recall scores: a model that recalls scores one, a model that does not scores what chance gives."""
+"""Test recall scores: a model that recalls gets one, a model that does not gets the score of guessing."""
 
 import random
 import re
@@ -24,7 +24,7 @@ from tokenmix_core.evaluation.recall import (
 
 
 class Fake:
-    """A model as far as the measurements need one."""
+    """A model that has only the attributes that the measurements need."""
 
     device = torch.device("cpu")
     training = False
@@ -37,7 +37,7 @@ class Fake:
 
 
 class Fixed(Fake):
-    """Predicts token 5."""
+    """Predicts token 5 always."""
 
     def __call__(self, input_ids, use_cache=None):
         five = torch.full_like(input_ids, 5)
@@ -45,7 +45,7 @@ class Fixed(Fake):
 
 
 class Induction(Fake):
-    """Predicts what followed the first occurrence of the current token."""
+    """Predicts the token that followed the first occurrence of the current token."""
 
     def __call__(self, input_ids, use_cache=None):
         first = (input_ids[:, :, None] == input_ids[:, None, :]).int().argmax(-1)
@@ -124,13 +124,13 @@ def test_copying_suite_measures_both_kinds_at_every_size_that_fits():
         if n <= most
     ]
     assert [row["accuracy"] for row in result["rows"]] == [np.mean(values) for values in result["samples"]]
-    # one token always: about one in 62 is right
+    # the model always predicts one token, which is right in about one of 62 cases
     assert all(row["accuracy"] < 0.3 for row in result["rows"])
 
 
 def test_mqar_suite_takes_the_vocabulary_it_is_given():
     result = mqar_suite(Induction(), None, EvalOptions(lengths=(64,), limit=1, vocab_size=20, progress=False))
-    # 10 keys at most, so 16 pairs do not fit
+    # there are at most 10 keys, so 16 pairs do not fit
     assert [row["pairs"] for row in result["rows"]] == [4, 8]
 
 
@@ -149,7 +149,7 @@ def test_sizes_that_allow_no_example_are_refused(suite, options, told):
 
 
 class Guess(Fake):
-    """Predicts one of the values (or tokens to copy) at the start of the sequence, drawn anew at every position."""
+    """Predicts a randomly drawn value (or token) from the start of the sequence, another one at every position."""
 
     def __init__(self, shown, vocab_size):
         super().__init__(vocab_size)
@@ -180,7 +180,7 @@ def test_niah_finds_what_a_reader_says(tokenizer, text_file):
         (f"s-niah-{i}", length) for i in (1, 2, 3) for length in (500, 700)
     ]
     assert all(row["accuracy"] == 1 for row in result["rows"])
-    # uniform logits
+    # the logits are uniform
     assert result["rows"][0]["answer loss"] == pytest.approx(torch.tensor(264.0).log().item(), rel=1e-5)
     by_length, by_depth = result["plots"]
     assert by_length["series"]["s-niah-2"] == ([500, 700], [1, 1])
@@ -217,7 +217,7 @@ def test_the_end_of_a_prompt_holds_its_even_share_of_needles(task, length):
     assert visible == pytest.approx(np.mean(expected), abs=0.04)
     depths = np.sort([example.depth for example in examples])
     assert np.abs(depths - (np.arange(100) + 0.5) / 100).max() < 0.06
-    # each length and task has keys and values of its own, each example a span of its own
+    # each length and task has its own keys and values, and each example its own span of text
     other = niah_examples(task, Characters(), length + 1, 100, haystack=words)
     assert len({example.answer for example in (*examples, *other)}) == 200
     if task != "s-niah-1":

@@ -1,4 +1,4 @@
-"""Results on disk are whole, say what was measured, and do not need a plotting library."""
+"""Test that results on disk are complete, state what was measured, and do not need a plotting library."""
 
 import json
 import sys
@@ -29,7 +29,7 @@ def test_table_has_a_column_for_each_key_and_equally_wide_lines():
     assert [cell.strip() for cell in lines[0].strip("|").split("|")] == ["task", "value", "extra"]
     assert len({len(line) for line in lines}) == 1
     assert lines[2].split() == ["|", "one", "|", "0.5", "|", "-", "|"]
-    # a cell cannot break the table
+    # characters in a cell must not break the table
     assert "two⏎lines \\| bar" in lines[3]
     assert "123,456" in lines[3]
     assert "20,000" in lines[3]
@@ -83,7 +83,7 @@ def test_a_heatmap_shows_its_values(tmp_path):
         image = imread(tmp_path / f"{name}.png")
         height, width = image.shape[:2]
         pixels.append([image[height * a // 4, width * b // 4, :3] for a in (1, 3) for b in (1, 2)])
-    # four equal fields, and two pairs of different ones along the diagonals
+    # the first image has four equal fields; the second has equal fields only along its diagonals
     assert all((p == pixels[0][0]).all() for p in pixels[0])
     assert (pixels[1][0] == pixels[1][3]).all()
     assert (pixels[1][1] == pixels[1][2]).all()

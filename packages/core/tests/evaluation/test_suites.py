@@ -1,4 +1,4 @@
-"""Suites are found by name, run with their options, and leave results and the model's mode behind."""
+"""Test that suites are found by name, run with their options, and restore the model's mode after writing results."""
 
 import json
 import platform
@@ -90,7 +90,7 @@ def test_options_that_no_suite_reads_are_refused():
     check_read(["niah", "mqar"], options, SUITES)
     with pytest.raises(ValueError, match="niah does not read vocab_size"):
         check_read(["niah"], options, SUITES)
-    # a suite of others may read anything
+    # another package's suite may read any option
     check_read(["own"], options, {"own": Suite("", lambda *_: None)})
     assert all(set(suite.reads) <= set(OPTIONAL) for suite in (*SUITES.values(), *BENCH_SUITES.values()))
 

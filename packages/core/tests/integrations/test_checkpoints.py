@@ -1,4 +1,4 @@
-"""Converted model folders give equal logits, and exported ones round-trip."""
+"""Test that converted model folders give equal logits, and that exported ones can be read again."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_transformers_mamba2_has_equal_logits_also_sharded_in_bfloat16(tmp_path)
 
 
 def state_spaces_folder(path, model, **fields):
-    """The same weights as state-spaces' repository keeps them."""
+    """Save the same weights in the layout of the repository state-spaces."""
     names = {name.replace("embeddings", "embedding"): x for name, x in model.state_dict().items()}
     path.mkdir()
     torch.save({name: x.clone() for name, x in names.items()}, path / "pytorch_model.bin")

@@ -1,4 +1,4 @@
-"""FLA's signatures agree with FLA's definitions."""
+"""Test that our functions with FLA's signatures agree with FLA's definitions."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ BOUNDARIES = torch.tensor([0, 5, 5, 17, 21])
 
 
 def defined(q, k, v, g, beta, scale=None, state=None):
-    """The gated delta rule token by token; without beta, simple GLA. State `[B, HV, K, V]`."""
+    """Compute the gated delta rule token by token; without beta, simple GLA. The state is `[B, HV, K, V]`."""
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     q, k = (x.repeat_interleave(v.shape[2] // x.shape[2], 2) for x in (q, k))
     state = q.new_zeros(q.shape[0], v.shape[2], q.shape[-1], v.shape[-1]) if state is None else state
@@ -226,7 +226,7 @@ def test_tuning_options_are_ignored():
 
 
 def test_positional_arguments_have_the_order_of_fla():
-    """The order in fla-core 0.6."""
+    """Test that positional arguments have the order of fla-core 0.6."""
     expected = "q k v g gk gv beta scale initial_state output_final_state use_qk_l2norm_in_kernel"
     assert " ".join(inspect.signature(fla.fused_recurrent_gated_delta_rule).parameters).startswith(expected)
     expected = "q k v g beta scale initial_state output_final_state use_qk_l2norm_in_kernel"

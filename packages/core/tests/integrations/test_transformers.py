@@ -1,4 +1,4 @@
-"""transformers' models give equal results on our operations, and undo restores them."""
+"""Test that transformers' models give equal results on our operations, and that `undo` restores them."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from tokenmix_core.integrations.transformers import FAMILIES, use_fallback, use_
 from tokenmix_core.modeling.cache_name import CACHE
 from tokenmix_core.testing.closeness import relative_error
 
-# a sum of float32 in another order
+# float32 sums in another order differ by less than this
 TOLERANCE = 2e-5
-# those that the installed transformers has
+# families that the installed transformers has
 HERE = {name: family for name, family in FAMILIES.items() if Version(transformers.__version__) >= Version(family.since)}
 EACH = pytest.mark.parametrize("family", HERE)
 
@@ -77,12 +77,12 @@ def test_generation_is_equal_for_padded_prompts_and_beams(family):
 
 
 def cache_name(family):
-    """transformers' name of the cache of a family's models."""
+    """Return transformers' name of the cache of a family's models."""
     return "cache_params" if CACHE == "past_key_values" and family == "mamba2" else CACHE
 
 
 def in_chunks(model, ids, change=None):
-    """Logits of 20, 16 and one token after another, through the cache."""
+    """Return the logits of 20, 16 and then single tokens, computed with the cache."""
     name, cache, logits = cache_name(model.config.model_type), None, []
     with torch.no_grad():
         for begin, end in ((0, 20), (20, 36), (36, 37)):
@@ -124,7 +124,7 @@ def test_decoding_overwrites_the_state(family, monkeypatch):
 
 
 def separately(model, rows, lengths):
-    """Logits of sequences that ran alone, laid out as the packed rows."""
+    """Return the logits of sequences that were computed alone, laid out like the packed rows."""
     with torch.no_grad():
         return torch.cat(
             [
@@ -255,7 +255,7 @@ def test_flash_attention_gets_boundaries_and_lengths(monkeypatch):
         return torch.zeros_like(query.transpose(1, 2)), None
 
     monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, "flash_attention_2", attend)
-    # indexed attention of qwen4_exp needs a mask
+    # leave out qwen4_exp, whose indexed attention needs a mask
     for family in HERE.keys() - {"qwen4_exp"}:
         model = field_model(family)
         model.config._attn_implementation = "flash_attention_2"
@@ -374,7 +374,7 @@ def test_compiled_layers_run_our_kernels_in_one_graph():
 def test_gradient_checkpointing_gives_equal_gradients():
     model, ids = field_model("qwen3_next"), prompt()
     expected = gradients(model, ids)
-    # the name from 5.23 on, and the one before
+    # transformers renamed this method in version 5.23
     getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
     with use_kernels(model):
         got = gradients(model, ids)
@@ -443,7 +443,7 @@ def test_every_family_has_norm_and_scan():
     for family, what in HERE.items():
         home = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
         assert all(hasattr(home, name) for name in (what.layer, what.body, *what.functions))
-        # before transformers 5.23 Nemotron-H's norm is Zamba2's
+        # before transformers 5.23, Nemotron-H used the norm of Zamba2
         has_norm = not what.norm or hasattr(home, what.norm)
         assert has_norm or (family == "nemotron_h" and hasattr(home, "Zamba2RMSNormGated"))
         assert ("torch_chunk_gated_delta_rule" in what.scan) == (family in DELTA_RULE)
@@ -483,7 +483,7 @@ def test_norms_use_the_given_impl(family, impl, monkeypatch):
         for layer in layers:
             layer(torch.randn(2, len(layer.weight)), torch.randn(2, len(layer.weight)))
         use.undo()
-        # Gluon's kernels have no norms
+        # there are no Gluon kernels for norms
         assert asked == [None if impl == "gluon" else impl] * len(layers)
         assert asked
         asked.clear()

@@ -1,4 +1,4 @@
-"""Each family of transformers that calls operations as ours runs our kernels, or a message says what it lacks."""
+"""Test that each family of transformers that calls our operations runs our kernels, or that a message says why not."""
 
 from __future__ import annotations
 

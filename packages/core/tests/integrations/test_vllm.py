@@ -1,4 +1,4 @@
-"""Our models in vLLM: tokens equal those of `generate`. `nox -s vllm` runs these tests where vLLM installs."""
+"""Test our models in vLLM: tokens equal those of `generate`. `nox -s vllm` runs these tests if vLLM installs."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ MIXERS = {
     "GDN": lambda impl: GatedDeltaNet(32, num_heads=1, num_v_heads=2, head_dim=64, expand_v=1.0, impl=impl),
     "Mamba-2": lambda impl: Mamba2(32, head_dim=32, state_size=16, impl=impl),
 }
-# the second row is padding of a captured batch
+# the second row is padding, as in a captured batch
 SLOTS = (4, -1, 2)
 
 
@@ -40,7 +40,7 @@ def test_steps_in_slots_equal_steps_on_states(name, impl, dtype, device):
     x = torch.randn(2, 8, 32, device=device)
     layout, state = layout_of(mixer, x, dtype), mixer.make_state()
     run(mixer, x[:, :3], state, 0)
-    # all bits set: NaN, or a counter that has not been reset
+    # set all bits, which are then NaN, or a counter that has not been reset
     pool = torch.full((6, slot_elements({"": layout}) + 64), -1, dtype=SLOT_DTYPE, device=device)
     views = layout.views(pool)
     layout.scatter(state, views, torch.tensor([4, 2], device=device))

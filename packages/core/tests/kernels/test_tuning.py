@@ -1,4 +1,4 @@
-"""Plans go by the GPU at hand."""
+"""Test that plans depend on the GPU of this machine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""transformers' `attn_implementation` chooses among our implementations of attention."""
+"""Test that transformers' `attn_implementation` selects among our implementations of attention."""
 
 import pytest
 import torch

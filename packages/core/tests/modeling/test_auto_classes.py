@@ -1,4 +1,4 @@
-"""transformers' auto classes know our models whichever package is imported first, at no cost until they are asked."""
+"""Test that transformers' auto classes know our models, whichever package is imported first, at no cost until used."""
 
 import json
 import subprocess

@@ -1,4 +1,4 @@
-"""The cache as transformers and users handle it."""
+"""Test the cache as transformers and users handle it."""
 
 import copy
 
@@ -81,13 +81,13 @@ def test_interface_of_transformers_caches(model, ids):
     assert cache.get_query_offset() == 14
     assert cache.get_max_length() == -1
     assert cache.is_sliding == [False, True, False, False]
-    # generation passes the whole prompt again if all layers are "linear", which do not know their length
+    # if all layers were "linear", which do not know their length, generation would pass the whole prompt again
     assert cache.is_linear == [False] * 4
     assert not cache.is_compileable
     assert not cache.is_croppable
     assert cache.is_initialized
     assert len(cache) == 4
-    # without padding, from each sequence's own first token
+    # lengths do not count padding; they start at each sequence's own first token
     assert cache.lengths.tolist() == [11, 14, 14]
 
 
@@ -131,7 +131,7 @@ def test_unsupported_generation_raises(model, ids, options, message):
 
 
 def test_cache_with_gradient_checkpointing_raises(model, ids):
-    # the cache would stay empty, and later calls would miss these tokens
+    # the cache would stay empty, so that later calls would lack these tokens
     model = copy.deepcopy(model).train()
     model.gradient_checkpointing_enable()
     with pytest.raises(ValueError, match="exclude each other"):
@@ -201,7 +201,7 @@ def test_assistant_models_change_no_token(model, ids):
     torch.manual_seed(0)
     sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
     llama = LlamaForCausalLM(LlamaConfig(vocab_size=model.config.vocab_size, pad_token_id=0, **sizes)).eval()
-    # a draft model that is often right: ours with other weights in one layer
+    # a draft model that is often right: our model with other weights in one layer
     near = copy.deepcopy(model)
     near.model.layers[1].mixer.o_proj.weight.mul_(0.9)
     options = {"max_new_tokens": 16, "do_sample": False, "pad_token_id": 0}

@@ -1,4 +1,4 @@
-"""Configurations round-trip, and invalid ones raise."""
+"""Test that configurations can be saved and loaded again, and that invalid ones raise errors."""
 
 import json
 

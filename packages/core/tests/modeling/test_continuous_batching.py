@@ -1,4 +1,4 @@
-"""Requests of transformers' engine: forks, refusals, memory, and which states they share."""
+"""Test requests of transformers' engine: forks, refusals, memory, and which states they share."""
 
 import pytest
 import torch
@@ -52,7 +52,7 @@ def test_states_follow_chunks_forks_and_drops(model, ids):
 def test_several_sequences_for_one_prompt(model, ids):
     config = GenerationConfig(max_new_tokens=5, do_sample=True, num_return_sequences=3, pad_token_id=0)
     pool = ContinuousBatchingConfig(page_size=8, num_blocks=32, max_batch_tokens=32, seed=0)
-    # of a prompt of one token, nothing is left to compute before the fork
+    # nothing of a prompt of one token is left to compute before the fork
     results = model.generate_batch([*ids[:2].tolist(), [5]], config, pool)
     assert len(results) == 9
     assert all(len(x.generated_tokens) == 5 and x.error is None for x in results.values())
@@ -131,7 +131,7 @@ def test_prompts_continue_from_snapshots_of_others(model, ids):
     assert prefixes.counts == {"prefix_hits": 2, "prefix_tokens": 20 + 8, "prefix_evictions": 0}
     size = prefixes.nbytes // len(prefixes)
     assert _serve(model, prompts, pool, 0)[1].counts["prefix_hits"] == 0
-    # memory for two snapshots: older ones leave
+    # memory suffices for two snapshots, so older ones are evicted
     found, prefixes = _serve(model, prompts, pool, 2 * size)
     assert found == alone
     assert prefixes.counts["prefix_evictions"] > 0
@@ -151,7 +151,7 @@ def test_snapshots_depend_on_weights_and_settings(model, ids):
         return found
 
     assert [saved(), saved()] == [0, 12]
-    # as by an adapter that is merged
+    # change weights in place, as merging an adapter does
     model.lm_head.weight.mul_(1)
     assert [saved(), saved()] == [0, 12]
     model.model.mixers[1].impl = "reference"

@@ -1,4 +1,4 @@
-"""Decoding with captured steps: when they are captured, kept and dropped, and the tokens of generation."""
+"""Test decoding with captured steps: when they are captured, kept and dropped, and the generated tokens."""
 
 import copy
 import pickle
@@ -49,7 +49,7 @@ def free_graphs(model):
 
 @pytest.fixture
 def captures(monkeypatch):
-    """The captured works; decoding captures on this device."""
+    """Return the list of captured functions; decoding captures graphs on this device."""
     counted = []
     monkeypatch.setattr(cuda_graphs, "capture_on", lambda _: lambda work: counted.append(work) or capture_work(work))
     return counted
@@ -80,11 +80,11 @@ def test_steps_are_captured_once_for_generations_of_equal_batch_size(model, ids,
     plain = model.generate(ids, decoding_graph=False, **OPTIONS)
     for tokens in (7, 5):
         assert torch.equal(model.generate(ids[:, :tokens], **OPTIONS)[:, :tokens], ids[:, :tokens])
-        # a step and its sampling
+        # the two captures are a step and its sampling
         assert len(captures) == 2
     assert torch.equal(model.generate(ids, **OPTIONS), plain)
     assert len(captures) == 2
-    # the step is reused, other sampling options are captured
+    # the step is reused, and the other sampling options are captured
     model.generate(ids, do_sample=True, top_k=5, max_new_tokens=5)
     assert len(captures) == 3
     assert len(model.step_store) == 1
@@ -131,7 +131,7 @@ def test_states_of_constant_size_are_captured_once_for_all_lengths(captures):
     model = HybridForCausalLM(HybridConfig(**fields)).eval()
     for tokens in (7, 900, 300):
         model.generate(torch.randint(3, 60, (2, tokens)), **OPTIONS)
-    # the step, and the choice of a token
+    # the two captures are the step and the selection of a token
     assert len(captures) == 2
     assert len(model.step_store) == 1
 
@@ -154,7 +154,7 @@ def test_growing_keys_move_to_larger_storage(model, ids, captures, options, monk
         torch.manual_seed(0)
         said.append(model.generate(ids, attention_mask=mask, decoding_graph=graph, **OPTIONS | options))
     assert torch.equal(*said)
-    # capacities of 14, 28 and 31 tokens
+    # capacities were 14, 28 and 31 tokens
     assert len(captures) >= 3
 
 
@@ -358,7 +358,7 @@ def test_graphs_give_the_same_tokens_on_a_gpu(model, ids, options):
 
 @pytest.mark.gpu
 def test_replay_waits_for_its_capture(model, ids, monkeypatch):
-    """Capture sets the offset of the random generator on its own stream before a replay changes it."""
+    """A capture sets the offset of the random generator on its own stream, before which no replay may change it."""
 
     class Slow(torch.cuda.CUDAGraph):
         def capture_begin(self, *args, **options):

@@ -1,4 +1,4 @@
-"""The forward pass: what it accepts, what it refuses, what it counts."""
+"""Test the forward pass: which arguments it accepts, refuses and counts."""
 
 import copy
 import json

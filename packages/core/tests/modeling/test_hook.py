@@ -1,4 +1,4 @@
-"""A paper's mixer joins the backbone without a change to it: own inputs, own states, auxiliary losses, own buffers."""
+"""Test that a paper's mixer fits into the unchanged backbone: own inputs, states, auxiliary losses and buffers."""
 
 from typing import ClassVar
 
@@ -26,7 +26,7 @@ from tokenmix_core.testing.models import ModelContract, left_padded
 
 
 class SwitchingMixer(Mixer):
-    """Attention or a recurrence for each token, over one set of keys; both keep states; long keys are penalised."""
+    """Applies attention or a recurrence to each token, over equal keys; both keep states; long keys are penalised."""
 
     inputs = ("mode", "window")
 
@@ -76,7 +76,7 @@ class SwitchingModel(HybridModel):
     config: SwitchingConfig
 
     def prepare_mixer_inputs(self, inputs, span, cu_seqlens, cache):
-        """A mode may also be a number for all tokens."""
+        """A mode may also be one number for all tokens."""
         if isinstance(mode := inputs.get("mode"), int):
             inputs = inputs | {"mode": torch.full((span.batch, span.tokens), mode)}
         return super().prepare_mixer_inputs(inputs, span, cu_seqlens, cache)

@@ -1,4 +1,4 @@
-"""The model under torch.compile, FSDP2, peft, the Trainer and other dtypes."""
+"""Test the model under torch.compile, FSDP2, peft, the Trainer and other dtypes."""
 
 import copy
 
@@ -91,7 +91,7 @@ def test_a_bfloat16_model_decodes_as_it_scores(model, ids):
     whole = narrow(ids, use_cache=False).logits
     cache = narrow.make_cache()
     steps = torch.cat([narrow(part, past_key_values=cache).logits for part in ids.split(1, 1)], 1)
-    # two ways of rounding the same sums
+    # both round the same sums, in different ways
     assert relative_error(steps, exact) < 2 * relative_error(whole, exact)
     assert cache.nbytes == narrow.state_bytes(16, 2)
 
@@ -275,7 +275,7 @@ for name, script, *call in eval(sys.argv[2]):
 
 @pytest.mark.slow
 def test_two_ranks_train_like_one_process(tmp_path):
-    """A head that alone is sharded, and a rank whose batch is all padding; both in one pair of processes."""
+    """One pair of processes tests two cases: only a head is sharded, and one rank's batch has only padding."""
     cases = [("head alone", HEAD_ALONE, repr(FIELDS | {"tie_word_embeddings": False}), "trained")]
     cases += [(f"padding alone, {x}", PADDING_ALONE, repr(FIELDS), x) for x in ("ddp", "fsdp2")]
     calls = []

@@ -1,4 +1,4 @@
-"""Core's mixers combine in one model."""
+"""Test that core's mixers combine in one model."""
 
 from typing import ClassVar
 

@@ -1,4 +1,4 @@
-"""Tokens appended in training: how many, and to which calls."""
+"""Test tokens appended in training: how many, and to which calls."""
 
 import pytest
 import torch
@@ -20,7 +20,7 @@ def model(monkeypatch):
 
 @pytest.fixture
 def seen(model, monkeypatch) -> list[int]:
-    """The tokens of each call that the backbone got."""
+    """Return the list of the tokens of each call of the backbone."""
     found, forward = [], model.model.forward
 
     def noting(input_ids, *args, **kwargs):

@@ -1,4 +1,4 @@
-"""Malformed configurations, weights, caches and calls of models: each is answered by one sentence."""
+"""Test that each malformed configuration, weight, cache or call of a model is answered by one sentence."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""The baselines keep the promises of a model, in every interleaving of their mixers."""
+"""Test the baselines by the contract of models, in every interleaving of their mixers."""
 
 from typing import ClassVar
 

@@ -1,4 +1,4 @@
-"""On a GPU: kernels, caches and serving agree with the eager float64 model, without synchronisation."""
+"""Test on a GPU: kernels, caches and serving agree with the eager float64 model, without synchronisation."""
 
 import copy
 import random
@@ -49,7 +49,7 @@ def ids():
 
 
 def three(model):
-    """The model in float64 and bfloat16 on the CPU, and in bfloat16 on the GPU, of the same bfloat16 weights."""
+    """Return the model in float64 and bfloat16 on the CPU, and in bfloat16 on the GPU, with equal weights."""
     narrow = model.to(torch.bfloat16)
     return copy.deepcopy(narrow).double(), narrow, copy.deepcopy(narrow).to("cuda")
 
@@ -99,10 +99,10 @@ def test_generation_is_that_of_the_cpu(ids, options):
 
 @torch.no_grad()
 def test_captured_steps_err_at_most_twice_as_much_as_eager_ones():
-    """With long sequences: a captured step reads storage of fixed capacity."""
+    """Sequences are long, because a captured step reads storage of fixed capacity."""
     model = build("gated_delta_net", "attention", "mamba2", "window").cuda().eval().bfloat16()
     ids = torch.randint(1, 512, (2, 560), generator=torch.Generator().manual_seed(1)).cuda()
-    # the reference, which no kernel of 16 bits can be, is the CPU's
+    # compute the reference on the CPU, because kernels with 16 bits could not
     exact = copy.deepcopy(model).cpu().double()(ids.cpu()).logits[:, 520:].cuda()
     found = {}
     for graph in (False, True):
@@ -185,7 +185,7 @@ def prompts():
 
 @torch.no_grad()
 def assert_best(exact, prompt, tokens):
-    """Every token's float64 logit is the largest up to rounding, given the tokens before it."""
+    """Assert that every token has the largest float64 logit up to rounding, given the tokens before it."""
     assert len(tokens) == NEW_TOKENS
     logits = exact(torch.tensor([prompt + tokens]), use_cache=False).logits[0, len(prompt) - 1 : -1]
     chosen = logits.gather(1, torch.tensor(tokens)[:, None])[:, 0]

@@ -1,4 +1,4 @@
-"""Replaced forwards, weights and losses of other libraries are used."""
+"""Test that replaced forwards, weights and losses of other libraries are used."""
 
 import copy
 
@@ -27,7 +27,7 @@ FIELDS = {
 
 
 class Halved(torch.Tensor):
-    """A weight stored at twice its value, as quantised ones are stored by codes and scales."""
+    """A weight stored as twice its value, like quantised ones, which are stored as codes and scales."""
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
@@ -52,7 +52,7 @@ def ids():
 
 @torch.no_grad()
 def results(model, ids):
-    """The loss, the logits and those of two decoding steps."""
+    """Return the loss, the logits, and the logits of two decoding steps."""
     out, cache = model(ids, labels=ids, use_cache=False), model.make_cache()
     steps = [model(part, past_key_values=cache).logits for part in ids.split([14, 1, 1], 1)]
     return torch.cat([out.loss.view(1), out.logits.flatten(), *(x.flatten() for x in steps)])

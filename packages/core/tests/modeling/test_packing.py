@@ -1,4 +1,4 @@
-"""Padding-free batches of transformers' own collator, through its Trainer."""
+"""Test padding-free batches of transformers' own collator, in its Trainer."""
 
 import pytest
 import torch

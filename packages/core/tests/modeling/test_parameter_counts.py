@@ -1,4 +1,4 @@
-"""The baselines have the sizes that their names state, those of each other, and the counts of the equations."""
+"""Test that the baselines have the sizes that their names state, equal sizes, and the counts of the equations."""
 
 import pytest
 import torch
@@ -22,7 +22,7 @@ def test_counts_are_within_a_percent_of_what_the_name_states(kind, size):
 
 
 def rest(width, layers, vocab, mlp):
-    """Tied embeddings, MLPs, and the norms of the blocks and the end."""
+    """Return the parameters outside of mixers: tied embeddings, MLPs, and the norms of the blocks and at the end."""
     return vocab * width + layers * 3 * width * mlp + (2 * layers + 1) * width
 
 

@@ -1,4 +1,4 @@
-"""Options that other libraries pass, sizes that they read, classification heads, and auxiliary losses they drop."""
+"""Test options that other libraries pass, sizes they read, classification heads, and auxiliary losses they drop."""
 
 import copy
 import pickle

@@ -1,4 +1,4 @@
-"""The Transformer of the backbone is that of Llama, Qwen 2 and Qwen 3: their weights give their logits."""
+"""Test that the backbone's Transformer is that of Llama, Qwen2 and Qwen3: with their weights it has their logits."""
 
 import pytest
 import torch

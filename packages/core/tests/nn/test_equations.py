@@ -1,4 +1,4 @@
-"""The mixers, the MLP and the initial values against their equations, written out token by token in float64."""
+"""Test mixers, MLP and initial values against their equations, written token by token in float64."""
 
 import math
 
@@ -36,7 +36,7 @@ def x():
 
 
 def conv_silu(x, weight, bias=None):
-    """x [T, D], weight [D, W]"""
+    """Convolve x `[T, D]` with weight `[D, W]`, and apply SiLU."""
     width = weight.shape[1]
     padded = F.pad(x, (0, 0, width - 1, 0))
     out = torch.stack([(padded[t : t + width] * weight.T).sum(0) for t in range(len(x))])

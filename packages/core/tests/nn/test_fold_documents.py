@@ -9,7 +9,7 @@ from tokenmix_core.nn.mamba2 import Mamba2
 from tokenmix_core.ops import chunk_gated_delta_rule, chunk_ssd
 from tokenmix_core.testing.closeness import relative_error
 
-# empty documents at the front, in between and at the end
+# empty documents are at the front, in between and at the end
 LENGTHS = [0, 3, 1, 17, 0, 40, 2, 9, 0]
 
 
@@ -20,7 +20,7 @@ def boundaries(lengths=LENGTHS):
 def inputs(dtype, K=64):
     generator = torch.Generator().manual_seed(0)
     q, k, v, gates = (torch.randn(1, sum(LENGTHS), 1, n, generator=generator) for n in (K, K, K, 2))
-    # slow decay, so that leakage between documents is visible
+    # decay is slow, so that leakage between documents would be visible
     g, beta = -0.05 * gates[..., 0].abs(), gates[..., 1].sigmoid()
     return [x.to(dtype).requires_grad_() for x in (q, k, v)] + [
         x.to(torch.promote_types(dtype, torch.float32)).requires_grad_() for x in (g, beta)
@@ -36,7 +36,7 @@ def ssd(q, k, v, g, beta, **options):
 
 
 def results(form, dtype, folded, impl):
-    """The outputs and all gradients."""
+    """Return the outputs and all gradients."""
     x = inputs(dtype)
     g, cu_seqlens = as_one_sequence(x[3], boundaries(), torch.bfloat16) if folded else (x[3], boundaries())
     assert (len(cu_seqlens) == 2) == folded

@@ -1,4 +1,4 @@
-"""The blockwise loss has the value and gradients of plain cross-entropy."""
+"""Test that the blockwise loss has the value and gradients of plain cross-entropy."""
 
 import itertools
 import sys
@@ -57,7 +57,7 @@ def test_16_bit_errors_do_not_exceed_plain_cross_entropy(data, dtype, impl, devi
 @pytest.mark.parametrize("scale", [1e-3, 1.0, 1e4])
 def test_kernel_supports_large_logits_and_several_vocabulary_tiles(scale, device):
     generator = torch.Generator().manual_seed(1)
-    # 4,099 words are one tile and three
+    # 4,099 logits are one tile and three elements
     hidden, weight = (torch.randn(n, 8, generator=generator).to(device) for n in (5, 4099))
     labels = torch.tensor([0, 4098, -100, 4095, 7], device=device)
     exact = value_and_gradients(plain, scale * hidden.double(), weight.double(), labels)

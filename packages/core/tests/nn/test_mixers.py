@@ -1,4 +1,4 @@
-"""The core mixers keep the promises of a mixer, and compute what their equations say."""
+"""Test the core mixers by the contract of mixers and against their equations."""
 
 from typing import ClassVar
 
@@ -90,7 +90,7 @@ def test_invalid_sizes_raise(make, message):
 
 
 class Sum(Mixer):
-    """A mixer with nothing but a forward."""
+    """A mixer that has only a forward."""
 
     def __init__(self, hidden_size: int, norm_eps: float = 1e-6) -> None:
         super().__init__()

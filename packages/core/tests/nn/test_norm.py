@@ -1,4 +1,4 @@
-"""Norms do what their equations say, in every dtype that models use."""
+"""Test that norms compute their equations, in every dtype that models use."""
 
 import pytest
 import torch
@@ -53,7 +53,7 @@ def test_groups_are_normalised_separately(data):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("gate", ["before", "after"])
 def test_sums_are_float32(data, dtype, gate):
-    # a mean square far outside float16 when it is summed in it
+    # in float16 the sum of squares would overflow
     x, z = (200 * data[0]).to(dtype), data[1].to(dtype)
     norm = GatedRMSNorm(24, gate=gate)
     exact = norm.double()(x.double(), z.double())

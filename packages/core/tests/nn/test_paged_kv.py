@@ -1,4 +1,4 @@
-"""PagedKVState and RaggedKVState against lists in Python."""
+"""Test PagedKVState and RaggedKVState against lists in Python."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def assert_tight(kv):
     page = PAGE * (K + V) * kv.keys.element_size()
     used = int(kv.lengths.sum(1).max()) // PAGE * page
     tables = kv.table.nbytes + kv.lengths.nbytes
-    # one page takes what no head retains
+    # one page per row is for tokens that no head retains
     assert kv.allocated <= N * (1.1 * used + (H + 1) * page) + tables
 
 
@@ -62,7 +62,7 @@ def test_heads_keep_their_runs_in_order(ask):
     kv, calls = paged(), []
     for seed, runs in enumerate((1, 4, 1, 1, 60, 3, 1, 1, 1)):
         calls.append(tokens(runs, seed))
-        # an upper bound that the host knows
+        # the host knows an upper bound
         pages = sum(take.sum(1) for *_, take in calls)
         known = Pages(int(pages.sum(1).max()), int(pages.max())) if ask else None
         kv.append(*calls[-1], known=known)
@@ -147,7 +147,7 @@ def test_fixed_tensors_keep_their_addresses():
         kv.append(*calls[-1])
     assert all(x is y for x, y in zip(kv.tensors, storage, strict=True))
     assert_equal_lists(lists(kv), taken(calls))
-    # another state moves to the same storage, where old pages hold other values
+    # another state moves to the same storage, in which old pages hold other values
     for x in storage[:2]:
         x.fill_(torch.nan)
     other.append(*calls[0])
@@ -230,7 +230,7 @@ def test_reordering_rows_reorders_their_lists():
     before = lists(kv)
     kv.map_(lambda x: x.index_select(0, torch.tensor([1, 1])))
     assert_equal_lists(lists(kv), [before[1], before[1]])
-    # both copies take pages of their own
+    # each copy takes its own pages
     k, v, take = tokens(4, 1)
     kv.append(k, v, take)
     for n, heads in enumerate(taken([(k, v, take)])):

@@ -1,4 +1,4 @@
-"""The modules of a model."""
+"""Test the list of a model's modules."""
 
 from torch import nn
 

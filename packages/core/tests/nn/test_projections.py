@@ -1,4 +1,4 @@
-"""Linear layers that share an input, with gradients."""
+"""Test linear layers that share an input, with gradients."""
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ SIZES = ((64, 96), (6, 96, 6, 64), (3,), (16, 70, 1), (65, 63))
 
 @pytest.fixture(autouse=True)
 def as_on_a_gpu(monkeypatch):
-    """Let layers share GEMMs on a CPU, too."""
+    """Let layers share GEMMs also on a CPU."""
     monkeypatch.setattr(projections, "on_gpu", lambda x: True)
 
 
@@ -52,7 +52,7 @@ def test_frozen_weights_and_unused_outputs(learned, used):
     leaves = [inputs[i] for i in learned]
 
     def found(outputs):
-        # what nothing reads adds nothing; a weight's gradient may then be zeros or absent
+        # an unused output adds nothing, so that a weight's gradient may be zeros or None
         loss = sum(outputs[i].square().sum() for i in used) + sum(0 * x.sum() for x in leaves)
         return torch.autograd.grad(loss, leaves)
 
@@ -112,7 +112,7 @@ def test_layers_are_called_if_they_do_more_than_multiply(device, monkeypatch):
     monkeypatch.setattr(projections, "_linears", None)
     layers = layers_of((8, 80), device=device)
     x, learned = torch.randn(3, 24, dtype=torch.float64, device=device), [*layers.parameters()][1]
-    # nothing of frozen layers is asked for
+    # frozen layers get no gradient
     layers[0].requires_grad_(False)
     assert [y.requires_grad for y in projected(x, *layers)] == [False, True]
     learned.requires_grad_(False)

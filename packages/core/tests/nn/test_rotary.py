@@ -1,4 +1,4 @@
-"""Rotary positions: the angles of transformers' models, and attention that depends on distances alone."""
+"""Test rotary positions: angles equal those of transformers' models, and attention depends only on distances."""
 
 import pytest
 import torch
@@ -58,7 +58,7 @@ def test_angles_stay_float32_in_bfloat16_and_autocast():
     x = torch.randn(1, 8, 2, 16)
     narrow = apply_rotary(x.bfloat16(), exact)
     assert narrow.dtype == torch.bfloat16
-    # one rounding of the input, one of the result
+    # the input and the result are each rounded once
     assert relative_error(narrow, apply_rotary(x, exact)) < 2 * 2**-8
 
 

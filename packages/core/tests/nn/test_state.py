@@ -1,4 +1,4 @@
-"""KVState and Span against lists of tokens, for any sequence of calls."""
+"""Test KVState and Span against lists of tokens, for any sequence of calls."""
 
 import random
 
@@ -15,7 +15,7 @@ def kept_positions(length, window, sinks):
 
 
 def stored(kv, span):
-    """By row, the stored keys and values of every position."""
+    """Return, for each row, the stored keys and values of every position."""
     positions = kv.positions(span)
     return [
         {int(p): (kv.keys[row, i], kv.values[row, i]) for i, p in enumerate(positions[row]) if p >= 0}
@@ -77,7 +77,7 @@ def test_number_of_slots_grows_by_half():
             kv.write(x, x, Span(1, 1, torch.device("cpu"), past=t))
             sizes.add(kv.num_slots)
         assert kv.keys.flatten()[:600].tolist() == list(range(600))
-        # each time by half; a known length is not passed
+        # each growth adds half of the slots; a known length is not exceeded
         assert len(sizes) <= 8
         assert 600 <= max(sizes) <= (expected or 900 + 64)
 

@@ -1,4 +1,4 @@
-"""The contracts of attention, of decoding and of merging, and how attention is chosen, on any device."""
+"""Test the contracts of attention, of decoding and of merging, and the selection of attention, on any device."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ def upstream(out: AttentionOutput, seed=1):
 
 
 def drawn(dtype, device, seed=0, **sizes):
-    """q, k and v by name."""
+    """Return random q, k and v by name."""
     return {name: x.detach().to(device) for name, x in zip("qkv", inputs(**sizes, dtype=dtype, seed=seed), strict=True)}
 
 
 def by_definition(q, k, v, causal=True, window=None, sinks=0, scale=None):
-    """The equations of the docstring, one query at a time."""
+    """Compute the equations of the docstring, one query at a time."""
     (B, TQ, HQ, K), (TK, H) = q.shape, k.shape[1:3]
     k, v = (x.repeat_interleave(HQ // H, 2) for x in (k, v))
     positions, o, lse = torch.arange(TK), [], []
@@ -66,7 +66,7 @@ def by_definition(q, k, v, causal=True, window=None, sinks=0, scale=None):
 
 
 def finite(output):
-    """Results by name; a query that sees no key has a log-sum-exp of 0."""
+    """Return results by name; replace the log-sum-exp of a query that sees no key by 0."""
     return {"o": output.o, "lse": output.lse.masked_fill(output.lse == NEG_INF, 0)}
 
 
@@ -83,7 +83,7 @@ LENGTHS = {"square": (20, 20), "fewer queries": (5, 20), "fewer keys": (20, 13),
 
 
 def in_small_tiles(override):
-    """Tiles of 16 x 32: many tiles in a short sequence."""
+    """Select tiles of 16 x 32, so that a short sequence has many tiles."""
     override(attention_tuning, attention=lambda *call: attention_tuning.AttentionTile(16, 32, 4, 1))
     override(tuning, sm_count=lambda device: 6)
 
@@ -139,7 +139,7 @@ class TestAttention(OpContract):
     }
     impls = (None, "gluon", "sdpa", "flash_attn")
     traced: ClassVar = dict(B=2, window=3, sinks=1)
-    # a window that holds all is none, and another graph
+    # a window of all keys counts as none, and makes another graph
     traced_lengths = (5, 9)
     replayed: ClassVar = dict(T=5)
     valid: ClassVar = dict(T=6, HQ=2, H=1, K=4)
@@ -194,7 +194,7 @@ class TestAttention(OpContract):
 
     def operators(self, device):
         q, k, v = (x.to(device).requires_grad_() for x in drawn(torch.float64, device, TQ=5).values())
-        # torch's own takes float64 on a CPU alone
+        # torch's own attention supports float64 only on a CPU
         for impl in ("sdpa", "reference") if q.device.type == "cpu" else ("reference",):
             options = (None, True, None, 0, 0.5, impl)
             yield attention_op, (q, k, v, *options)
@@ -249,7 +249,7 @@ class TestDecoding(OpContract):
 
     def make(self, dtype=torch.float64, device="cpu", seed=0, B=4, TQ=1, T=20, window=None, sinks=0) -> Call:
         q, k, v = drawn(dtype, device, seed, B=B, TQ=TQ, TK=T, HQ=4, H=2).values()
-        # of any stride, and nothing beyond them
+        # lengths have any stride, and nothing beyond them is read
         lengths = torch.tensor([T, 2, T // 2, 0], dtype=torch.int32, device=device).repeat_interleave(2)[::2][:B]
         for b, n in enumerate(lengths.tolist()):
             k[b, n:] = v[b, n:] = torch.nan
@@ -287,7 +287,7 @@ class TestPagedDecoding(OpContract):
         f"{TQ} queries, pages of {page}": KernelCase(dict(TQ=TQ, page=page, T=160), None, in_small_tiles, ("float32",))
         for TQ, page in ((1, 16), (1, 96), (3, 32))
     }
-    # these tests combine the table of one call, or row, with the pages of another
+    # these tests combine the table of one call, or row, with the pages of another one
     neighbours: ClassVar = dict(B=3, TQ=1, poisoned=False)
     traced: ClassVar = dict(TQ=1)
     traced_lengths = (33, 65)
@@ -315,7 +315,7 @@ class TestPagedDecoding(OpContract):
             [[T, 2], [0, max(T - page, 0)], [min(T, page), T // 2]], dtype=torch.int32, device=device
         )[:B]
         generator = torch.Generator().manual_seed(seed)
-        # a page belongs to one head; other entries, pages and offsets must not be read
+        # a page belongs to one head; entries, pages and offsets outside the lists must not be read
         table = torch.stack([torch.randperm(P, generator=generator)[: H * columns] for _ in range(B)])
         table = table.view(B, H, columns).to(device, torch.int32)
         owned = torch.zeros(B, P, page, dtype=torch.bool, device=device)
@@ -478,7 +478,7 @@ def test_merging_parts_gives_attention_over_all_keys():
 def test_the_merging_kernel_errs_at_most_twice_as_much_as_torch(V, dtype, device):
     rng = torch.Generator().manual_seed(0)
     lses = [8 * torch.randn(2, 3, 5, generator=rng) for _ in range(3)]
-    # a row that one part saw nothing of, and one that none saw anything of
+    # one part sees nothing in a row, and no part sees anything in another row
     lses[0][0, 0, 0] = NEG_INF
     for lse in lses:
         lse[1, 2, 4] = NEG_INF
@@ -555,7 +555,7 @@ def test_choice_follows_its_rule(monkeypatch):
     monkeypatch.setattr(backends, "cudnn_heads", lambda: 128)
     assert choice(k=64) == choice(v=64) == "sdpa"
     assert choice(v=256) == choice(k=60) == choice(k=64, window=64) == choice(k=64, dtype=torch.float32) == "triton"
-    # kernels in Gluon lead forward, cuDNN's going back in large calls of 128 whose log-sum-exp has no gradient
+    # in large calls of 128 channels, Gluon kernels are fastest forward, and cuDNN backward if lse needs no gradient
     cudnns = call(gluon=True), call(gluon=True, causal=False)
     ours = call(gluon=True, window=64), call(gluon=True, packed=True), call(gluon=True, tq=512, tk=512, heads=16)
     ours += (call(gluon=True, k=64, v=64),)

@@ -1,4 +1,4 @@
-"""Attention on a GPU: every tile and backend against float64, sizes, graphs, and no stall of the stream."""
+"""Test attention on a GPU: every tile and backend against float64, sizes, graphs, and no synchronisation."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.gpu
 
 
 def fastest_of_ours(K: int, dtype: torch.dtype = torch.bfloat16) -> str:
-    """The kernels in Gluon where there are some for such heads on this device, else the portable ones."""
+    """Return Gluon kernels if there are any for such heads on this device, else portable kernels."""
     return "gluon" if K in (64, 128) and GLUON.limit(torch.device("cuda", 0), dtype) is None else "triton"
 
 
@@ -114,13 +114,13 @@ def test_kernels_for_other_devices_answer_to_float64(K, case):
 
 @pytest.fixture(params=[True, False], ids=["warp-specialised", "one warpgroup"])
 def many_blocks(monkeypatch, override, request):
-    """Select the warp-specialised forward kernel, or that of one warpgroup: any call has many blocks for one SM."""
+    """Select the warp-specialised forward kernel, or that of one warpgroup: any call has enough blocks for one SM."""
     override(tuning, sm_count=lambda device: 1)
     for name in ("_LONG", "_WIDE"):
         monkeypatch.setattr(plan, name, 1 if request.param else 1 << 30)
 
 
-# scores of the first keys are far above those of a query's own tile, whose maxima are subtracted from all
+# scores of the first keys far exceed those of a query's own tile, whose maxima are subtracted from all scores
 GREAT = {
     "causal": dict(great=30),
     "bidirectional, ragged": dict(TQ=333, TK=1000, causal=False, great=30),
@@ -182,7 +182,7 @@ def libraries_limit(case: dict, impl: str) -> str | None:
 
 
 def need(impl: str, version: int | None = None) -> None:
-    """Skip a test of "flash_attn" where no FlashAttention is there, or another one than the `version`."""
+    """Skip a test of "flash_attn" if FlashAttention, or its `version`, is not installed."""
     if impl == "flash_attn" and flash_attention() not in ((2, 4) if version is None else (version,)):
         pytest.skip(f"FlashAttention-{version or '2 or 4'} is not what runs here")
 
@@ -264,7 +264,7 @@ def test_a_long_sequence_with_a_window():
     out = attention(*x, window=1024, sinks=4)
     g = torch.randn_like(out.o)
     grads = torch.autograd.grad(out.o, x, g)
-    # the last 1,024 rows in float64, which see 2,047 keys and the sinks
+    # compute the last 1,024 rows in float64; they see 2,047 keys and the sinks
     near = [t.detach()[:, -2048:].double().requires_grad_() for t in x]
     sinks = [t.detach()[:, :4].double() for t in x[1:]]
     o = attention_reference(
@@ -273,7 +273,7 @@ def test_a_long_sequence_with_a_window():
     exact = torch.autograd.grad(o[:, 1024:], near, g[:, -1024:].double())
     assert relative_error(out.o[:, -1024:], o[:, 1024:]) < 4e-3
     assert relative_error(grads[0][:, -1024:], exact[0][:, 1024:]) < 6e-3
-    # a key's gradient gathers the 1,023 queries behind it
+    # the gradient of the last key sums over 1,023 queries
     for a, e in zip(grads[1:], exact[1:], strict=True):
         assert relative_error(a[:, -1:], e[:, -1:]) < 8e-3
     assert all(t.isfinite().all() for t in grads)
@@ -467,7 +467,7 @@ def test_plain_causal_runs_on_torchs_kernels_where_gluon_does_not():
 
 @pytest.fixture
 def small_blocks(monkeypatch):
-    """Shared memory of an RTX 4090's block, and no kernel compiled for more."""
+    """Limit a block's shared memory to that of an RTX 4090, and forget kernels that were compiled for more."""
     monkeypatch.setattr(fit, "shared_memory", lambda: 101_376)
     for kernel in gc.get_objects():
         if isinstance(kernel, launcher._Launcher):

@@ -1,4 +1,4 @@
-"""Attention for Hopper on a CPU, run by the Gluon emulator, against the reference."""
+"""Test attention for Hopper on a CPU, by the Gluon emulator, against the reference."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_gradients_answer_to_the_reference(hopper, case):
     wanted = torch.ones(B, TQ, 1, dtype=torch.bool) if selected is None else selected[..., None]
 
     expected = attention_reference_backward(q, k, v, o, do * wanted[..., None], dlse, **form)
-    # as the forward pass leaves queries that are not selected
+    # the forward pass writes these values for queries that are not selected
     o, lse = o * wanted[..., None], lse.masked_fill(~wanted, float("inf"))
     grads = [torch.full_like(x, float("nan")) for x in (q, k, v)]
     lse = lse.transpose(1, 2).contiguous()
@@ -80,7 +80,7 @@ def test_gradients_answer_to_the_reference(hopper, case):
     backward.backward_keys(**given, dk=grads[1], dv=grads[2])
     for grad, exact in zip(grads, expected, strict=True):
         torch.testing.assert_close(grad, exact, rtol=1e-4, atol=1e-5)
-    # for the portable kernel of keys
+    # compute delta, which the portable kernel of keys reads
     alone, delta_alone = torch.full_like(q, float("nan")), torch.full_like(delta, float("nan"))
     backward.backward_queries(**queries | dict(bias=None, delta=delta_alone), dq=alone)
     assert torch.equal(alone, grads[0])
@@ -122,7 +122,7 @@ def far_above(mask: Mask, T: int, D: int):
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(1, T, 2, D, generator=generator) for _ in range(3))
     k[:, :5] *= 50
-    # NaN stays NaN, in its row alone
+    # NaN in a query stays in its row
     q[:, T // 2, 0, 0] = float("nan")
     exact = attention_reference(q, k, v, scale=0.25, **mask._asdict())
     assert not torch.allclose(exact.lse[:, :6], exact.lse[:, -6:], atol=88)

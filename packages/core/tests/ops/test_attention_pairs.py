@@ -1,4 +1,4 @@
-"""Gradients of attention by every implementation's backward behind every other's forward, in every layout."""
+"""Test gradients of attention by each implementation's backward after each other's forward, in all layouts."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ DEVICE, DTYPE = ("cuda", torch.bfloat16) if GPU else ("cpu", torch.float32)
 # causal calls that all implementations take: grouped heads of sizes that cuDNN and Gluon have kernels for
 SIZES = {f"heads of {K}": dict(T=300, K=K) for K in (64, 128)} if GPU else {"heads of 16": dict(T=9, K=16)}
 MASKS = {"causal": Mask(True, None, 0), "window": Mask(True, 5, 0)}
-# fewer on a CPU, to save time
+# test fewer layouts on a CPU, to save time
 TITLES = [*LAYOUTS] if GPU else ["transposed", "every second element", "expanded"]
 SCALE = 0.2
 
@@ -56,10 +56,10 @@ def test_gradients_do_not_depend_on_the_forward_or_on_layouts(backward, mask, si
                 continue
             arguments = layout.arguments({name: x[name] for name in "qkv"})
             upstream = layout.gradients({name: x[name] for name in ("do", "dlse")})
-            # the log-sum-exp is float32 for all dtypes
+            # the log-sum-exp is float32 for all dtypes of q, k and v
             do, dlse = upstream["do"], layout.gradients({"dlse": x["dlse"].float()})["dlse"]
             if not all(runs(impl, **arguments, mask=mask) for impl in (forward, backward)):
-                # an implementation that refuses arguments of this layout; the default never chooses it for them
+                # this implementation refuses arguments of this layout, and the default never selects it for them
                 continue
             options = {"cu_seqlens": None, "mask": mask, "scale": SCALE}
             o, lse = (t.contiguous() for t in load(forward).forward(**arguments, **options))
@@ -74,7 +74,7 @@ def test_gradients_do_not_depend_on_the_forward_or_on_layouts(backward, mask, si
 
 
 def test_a_gradient_that_begins_anywhere_is_copied_for_kernels_that_take_the_other_tensors(monkeypatch):
-    """Kernels in Gluon refuse arguments of this layout; a caller does not choose that of a gradient."""
+    """Gluon kernels refuse arguments of this layout, but the caller does not determine that of a gradient."""
     pytest.importorskip("triton")
     from tokenmix_core.ops.softmax_attention import backward
 

@@ -1,4 +1,4 @@
-"""Every operation of this package is held to a contract, and every operator to torch's own checks."""
+"""Test that every operation of this package has a contract test, and that every operator passes torch's checks."""
 
 from pathlib import Path
 
@@ -6,7 +6,7 @@ import tokenmix_core
 from support.operation_coverage import described, operations_of, unchecked
 from tokenmix_core import ops
 
-# operations with tests of their own in place of a contract
+# operations that have tests of their own instead of a contract
 OTHERWISE = {
     "delta_layer_step": "test_delta_layer.py",
     "rotate_step": "test_rotate_step.py",

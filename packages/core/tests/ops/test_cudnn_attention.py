@@ -1,4 +1,4 @@
-"""The strides that cuDNN's attention is given, by an emulator of torch's cache of cuDNN graphs."""
+"""Test the strides that cuDNN's attention gets, by an emulator of torch's cache of cuDNN graphs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tokenmix_core.testing.closeness import relative_error
 
 
 class Cudnn:
-    """torch's two operators of cuDNN's attention: correct if all calls with one cached graph have its strides.
+    """Emulates torch's two operators of cuDNN's attention: correct if all calls with one cached graph have its strides.
 
     torch finds a graph by the sizes and strides of q, k and v. The graph keeps the strides that o and do had when it
     was built; the graph of contiguous `[B, T, H, K]` tensors is built with the strides of o for do.
@@ -65,7 +65,7 @@ def cudnn(monkeypatch) -> Cudnn:
     return emulator
 
 
-# tensors `[B, T, H, K]` by how they lie in memory
+# functions that lay out tensors `[B, T, H, K]` in memory, by name
 LAYOUTS = {
     "contiguous": lambda x: x.contiguous(),
     "heads before time": lambda x: x.transpose(1, 2).contiguous().transpose(1, 2),
@@ -112,7 +112,7 @@ def test_gradients_are_right_for_every_order_of_calls(cudnn, lies, B):
 @pytest.mark.parametrize("lies", LAYOUTS)
 def test_graphs_of_torchs_own_attention_are_not_taken_for_others(cudnn, lies):
     q, k, v, do = (LAYOUTS[lies](x) for x in inputs(B=1 if "one row" in lies else 2))
-    # as torch's own function is differentiated: everything in the memory order of q
+    # torch differentiates its own function like this: all tensors have the memory order of q
     q_t, k_t, v_t, do_t = (x.transpose(1, 2) for x in (q, k, v, do))
     o, lse = cudnn._scaled_dot_product_cudnn_attention(q_t, k_t, v_t, None, True, 0.0, True, scale=0.3)
     none = [None] * 7

@@ -1,4 +1,4 @@
-"""cuDNN, which makes a plan for every shape, runs where a shape recurs."""
+"""Test that cuDNN, which makes a plan for every shape, runs if a shape recurs."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Which kernels run: plans by shape on a device taken for Hopper, refusals, and kernels that do not compile."""
+"""Test which kernels run: plans by shape on a device treated as Hopper, refusals, and kernels that do not compile."""
 
 from __future__ import annotations
 
@@ -44,20 +44,20 @@ BFLOAT16 = torch.bfloat16
 
 
 def empty(*shape, dtype=BFLOAT16):
-    """A tensor of this shape without memory."""
+    """Return a tensor of this shape without memory."""
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
 @pytest.fixture
 def hopper_device(monkeypatch, override):
-    """Every device is taken for a Hopper GPU of 132 SMs."""
+    """Treat every device as a Hopper GPU with 132 SMs."""
     monkeypatch.setattr(dispatch, "device_limit", lambda device: None)
     override(tuning, sm_count=lambda device: 132)
 
 
 @pytest.fixture(autouse=True)
 def nothing_given_up(monkeypatch):
-    """What a test gives up is there again after it."""
+    """Restore, after a test, the Gluon kernels that it has disabled."""
     for form in dispatch._forms:
         monkeypatch.setattr(form, "failure", None)
         monkeypatch.setattr(form, "_warned", False)
@@ -107,7 +107,7 @@ def test_the_delta_rule_runs_without_gluon_where_it_takes_no_such_tensors(hopper
     assert portable.remainders
     assert not of_delta_rule(128, 128, dtype=torch.float32).remainders
     assert of_delta_rule(128, 128, dtype=torch.float32)._replace(remainders=True) == portable
-    # gradients of the final states alone
+    # only the final states have gradients
     ends = of_delta_rule(128, 128, has_do=False)
     assert (ends.states, ends.remainders, *ends[-2:]) == ("gluon tiled", True, "triton", "triton")
 
@@ -130,15 +130,15 @@ ATTENTION = [
     ((8, 128, 4096, 512), (ONE, ONE, ONE)),
     ((8, 128, 4096, 256), (ONE, ONE, ONE)),
     ((8, 128, 4096, None), (GROUPS, ONE, ONE)),
-    # few blocks
+    # calls with few blocks
     ((1, 128, 1024, None), (GROUPS, ONE, ONE)),
     ((1, 128, 1024, 512), (ONE, ONE, ONE)),
     ((1, 128, 512, None), (ONE, ONE, ONE)),
-    # short rows
+    # calls with short rows
     ((64, 128, 512, None), (ONE, ONE, ONE)),
     ((64, 128, 512, 128), (ONE, ONE, ONE)),
     ((8, 64, 4096, 1024), (ONE, ONE, ONE)),
-    # too few programs for dq of narrow heads
+    # dQ of narrow heads has too few programs for the Gluon kernel
     ((1, 64, 4096, 1024), (ONE, None, ONE)),
     ((8, 64, 4096, None), (ONE, None, ONE)),
     ((8, 96, 4096, 1024), (None, None, None)),
@@ -155,7 +155,7 @@ def test_attentions_kernels_on_hopper_follow_heads_windows_and_blocks(call, form
     assert tuple(made if isinstance(made, attention_plan.Form) else None for made in plan) == forms
     portable = attention_plan.plan(*x[:3], mask, "triton", x[3])
     assert portable.forward == attention_tile("forward", K, BFLOAT16)
-    # a scale that terms of 16 bits cannot be divided by
+    # bias columns of 16 bits cannot represent values divided by this scale
     assert not isinstance(attention_plan.plan(*x[:3], mask, None, x[3], scale=1e-30).keys, attention_plan.Form)
     # of chosen queries these kernels know nothing, and many short sequences are not long ones
     chosen = attention_plan.plan(*x[:3], mask, None, x[3], chosen=True)
@@ -240,7 +240,7 @@ def test_a_portable_kernel_that_does_not_compile_says_so_itself():
 
 @pytest.fixture
 def steps(monkeypatch):
-    """Steps of the delta rule in Gluon, of which the first is there and others do not compile; what has run."""
+    """Let the first Gluon step of the delta rule run and others fail to compile; return the list of steps that ran."""
     ran = []
 
     def fails(*args, **options):
@@ -287,7 +287,7 @@ def test_portable_kernels_take_over_from_those_that_do_not_compile_and_say_so_on
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the steps are put in place of those in Gluon on a CPU")
 def test_gluon_asked_for_that_does_not_compile_is_an_error(steps):
-    # the second time without trying
+    # the second call raises the error without compiling again
     for _ in range(2):
         with pytest.raises(NotCompiled, match=r"impl='gluon' was asked for.*no such layout; pass impl='triton'"):
             run("gluon", 128)
@@ -394,6 +394,6 @@ def test_a_reference_instead_of_kernels_warns_once_by_name():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         resolve_attention("attention", None, large)
-        # expected of a CPU and of float64
+        # on a CPU and for float64 the reference is expected, so there is no warning
         resolve_attention("attention", None, large._replace(device="cpu"))
         resolve_attention("attention", None, large._replace(dtype=torch.float64))

@@ -1,4 +1,4 @@
-"""References as operators: torch's rules, and the values of the function."""
+"""Test references as operators: torch's rules, and the values of the function."""
 
 import torch
 

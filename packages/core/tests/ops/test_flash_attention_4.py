@@ -1,4 +1,4 @@
-"""Calls to FlashAttention-4 and their results, by an emulator with its parameters that computes the reference."""
+"""Test calls of FlashAttention-4 and their results, by an emulator with its parameters that computes the reference."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ CASES = {
 
 
 class Library:
-    """flash_attn.cute.interface, with what it insists on; keeps the last call's arguments."""
+    """Emulates flash_attn.cute.interface and its requirements; stores the last call's arguments."""
 
     def __init__(self):
         self.said: dict = {}
@@ -56,7 +56,7 @@ class Library:
         return scope["call"]
 
     def _form(self, x):
-        """What the reference takes, from the names, layouts and conventions of the library."""
+        """Return the reference's arguments, converted from the library's names, layouts and conventions."""
         self.said = x
         cu = x["cu_seqlens_q"]
         assert cu is x["cu_seqlens_k"]
@@ -64,7 +64,7 @@ class Library:
         assert cu is None or cu.dtype == torch.int32
         assert all(x[name] is None for name in ("softcap", "pack_gqa", "score_mod", "mask_mod", "max_seqlen_q"))
         causal, left, right = x["causal"], x["window_size_left"], x["window_size_right"]
-        # the last query stands at the last key; a causal call sees nothing to its right
+        # the last query is at the last key; in a causal call a query sees no key to its right
         assert right == (0 if causal else None)
         assert left is None or causal
         window = None if left is None else left + 1
@@ -175,7 +175,7 @@ def test_the_copy_in_flash_attn_2_is_not_used(library, monkeypatch):
 
 @pytest.fixture
 def hopper(monkeypatch):
-    """What the choice asks a machine with Hopper GPUs and the package."""
+    """Simulate a machine with Hopper GPUs and the package."""
     for name, answer in (("on_hopper", True), ("flash_attention", 4), ("cudnn_heads", 256)):
         monkeypatch.setattr(backends, name, lambda answer=answer: answer)
 
@@ -188,7 +188,7 @@ def call(dtype=torch.bfloat16, tq=4096, tk=4096, k=128, v=128, packed=False, hea
 def test_it_is_chosen_where_it_was_seen_to_lead(hopper):
     leads = (call(), call(causal=False), call(window=1024), call(packed=True))
     assert {choose_impl(x) for x in leads} == {backward_impl(None, x, True) for x in leads} == {"flash_attn"}
-    # gradients alone
+    # FlashAttention-4 only runs the backward pass
     half = (call(k=64, v=64, own=False), call(k=64, v=64, causal=False))
     assert {choose_impl(x) for x in half} == {"triton"}
     assert {backward_impl(None, x, False) for x in half} == {"flash_attn"}

@@ -20,7 +20,7 @@ SIZES = (20, 3, 16)
 
 
 def products(x, w0, w1, w2, impl=None):
-    """By name."""
+    """Return the products by name."""
     return Results({f"y{i}": y for i, y in enumerate(fused_linears(x, [w0, w1, w2], impl=impl))})
 
 
@@ -65,7 +65,7 @@ class TestLinears(OpContract):
     def make(self, dtype=torch.float64, device="cpu", seed=0, B=2, D=16, T=None) -> Call:
         rng = torch.Generator().manual_seed(seed)
         shapes = {"x": (T or B, D)} | {f"w{i}": (N, D) for i, N in enumerate(SIZES)}
-        # numbers that all dtypes hold
+        # values that all dtypes can represent
         drawn = {name: torch.randn(shape, generator=rng).half() for name, shape in shapes.items()}
         return Call({name: t.to(device, dtype) for name, t in drawn.items()}, {})
 
@@ -74,7 +74,7 @@ class TestLinears(OpContract):
         return Results({f"y{i}": torch.stack([(row * w).sum(1) for row in x]) for i, w in weights})
 
     def floor(self, name, eps):
-        # sums of hundreds of products, in another order
+        # sums of hundreds of products are computed in another order
         return 2 * eps
 
     def operators(self, device):
@@ -138,7 +138,7 @@ def test_numbers_of_weights_are_bounded():
 
 @pytest.fixture
 def launches(monkeypatch):
-    """How many calls of `fused_linears` were made."""
+    """Return a list with the number of calls of `fused_linears`."""
     calls = []
     monkeypatch.setattr(projections, "fused_linears", lambda *args: calls.append(args) or fused_linears(*args))
     return calls
@@ -190,7 +190,7 @@ def test_no_layers_are_no_call(launches):
 
 
 class OfAnotherClass(torch.Tensor):
-    """As weights of quantised layers are."""
+    """A weight of another class, as quantised layers have."""
 
 
 def test_layers_are_called_where_they_do_more_or_are_watched(launches, device):
@@ -213,7 +213,7 @@ def test_layers_are_called_where_they_do_more_or_are_watched(launches, device):
 
 
 class Told:
-    """A kernel that tells how it is launched."""
+    """A kernel that records how it is launched."""
 
     def __init__(self):
         self.options = []
@@ -228,7 +228,7 @@ def test_a_weight_that_is_copied_for_a_call_is_not_read_before_the_copy_has_ende
     x, wide = torch.zeros(1, 40), torch.zeros(40, 12)
     for weights in ([wide.t()], [wide.t().contiguous()], [wide.t().contiguous(), wide.t()]):
         kernel.fused_linears_forward(x, weights)
-    # the launcher decides where nothing is said
+    # without an option, the launcher decides about PDL
     assert [options.get("PDL") for options in told.options] == [False, None, False]
     assert all(options["w0"].is_contiguous() for options in told.options)
 

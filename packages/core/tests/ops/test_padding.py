@@ -1,4 +1,4 @@
-"""Helpers of packed batches leave out the tokens after the last boundary; operations have `PaddingTests`."""
+"""Test that helpers of packed batches leave out the tokens after the last boundary; operations have `PaddingTests`."""
 
 import pytest
 import torch

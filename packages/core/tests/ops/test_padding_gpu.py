@@ -1,4 +1,4 @@
-"""One CUDA graph of a packed call, forward and backward, serves boundaries that leave more or less padding."""
+"""Test that one CUDA graph of a packed call, forward and backward, serves boundaries with more or less padding."""
 
 import pytest
 import torch

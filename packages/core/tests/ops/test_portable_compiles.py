@@ -1,4 +1,4 @@
-"""Portable kernels compile for Hopper, by the installed Triton and without a GPU."""
+"""Test that portable kernels compile for Hopper, by the installed Triton and without a GPU."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ long = partial(torch.empty, dtype=torch.float32)
 
 
 def both(op, *leaves, **options):
-    """A forward and a backward pass over tensors of which nothing is read."""
+    """Run a forward and a backward pass over tensors whose elements are not read."""
     leaves = [None if x is None else x.requires_grad_() for x in leaves]
     made = op(*leaves, impl="triton", **options)
     outputs = [made] if isinstance(made, torch.Tensor) else [y for y in made if y is not None]

@@ -1,4 +1,4 @@
-"""One token's rotation, whose keys and values are stored: against the rotation, kernels against float64."""
+"""Test one token's rotation with stores of keys and values: against the rotation, kernels against float64."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ CASES = {
 
 
 def inputs(B=3, HQ=4, H=2, K=12, V=12, S=7, rows=1, norm=False, head_major=False, dtype=torch.float64, device="cpu"):
-    """Positional arguments, in their order, of numbers that all dtypes hold."""
+    """Return positional arguments in their order, with values that all dtypes can represent."""
     rng = torch.Generator().manual_seed(0)
 
     def draw(*shape):
@@ -46,7 +46,7 @@ def inputs(B=3, HQ=4, H=2, K=12, V=12, S=7, rows=1, norm=False, head_major=False
 
 
 def run(x, impl):
-    """The step's results by name; the caches given stay as they are."""
+    """Return the step's results by name; the given caches do not change."""
     *token, keys, values, places, q_weight, k_weight = x
     keys, values = (None if y is None else y.clone(memory_format=torch.preserve_format) for y in (keys, values))
     q = rotate_step(*token, keys, values, places, q_weight, k_weight, eps=1e-3, impl=impl)
@@ -68,7 +68,7 @@ def test_results_do_not_depend_on_layouts(case, impl, device):
 def test_a_step_is_the_rotation_and_leaves_other_places_alone(case):
     q, k, v, cos, sin, keys, values, places, *weights = x = inputs(**CASES[case])
     rows = torch.arange(3)
-    # the angle of zero turns nothing
+    # an angle of zero rotates nothing
     none = torch.zeros(1, 6)
     angles = [x.unsqueeze(1) for x in ((none.cos(), none.sin()) if cos is None else (cos, sin))]
     rotated = [rotate(y.unsqueeze(1), *angles, w, eps=1e-3).squeeze(1) for y, w in zip((q, k), weights, strict=True)]

@@ -1,4 +1,4 @@
-"""The contracts of what lies between matrix products, row by row, and what layouts, dtypes and extremes add to them."""
+"""Test the contracts of operations on rows between matmuls, and the effects of layouts, dtypes and extreme values."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def angles(T, half, device, rows=1, seed=0):
 
 
 def few_programs(override):
-    """Two programs walk many small blocks of rows."""
+    """Let two programs process many small blocks of rows."""
     whole = tuning.row_tile
     override(tuning, row_tile=lambda size: whole(size)._replace(BM=2))
     override(tuning, row_programs=lambda blocks: min(blocks, 2))

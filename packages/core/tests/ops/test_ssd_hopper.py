@@ -1,4 +1,4 @@
-"""SSD's steps for Hopper on a CPU, run by the Gluon emulator, against float64."""
+"""Test SSD's steps for Hopper on a CPU, by the Gluon emulator, against float64."""
 
 from __future__ import annotations
 

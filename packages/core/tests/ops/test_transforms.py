@@ -1,4 +1,4 @@
-"""Torch's ways of differentiating and tracing operations give the right numbers, or an error."""
+"""Test that torch's ways of differentiating and tracing operations give right results, or an error."""
 
 from functools import partial
 

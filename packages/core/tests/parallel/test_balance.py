@@ -1,4 +1,4 @@
-"""Which layout balances a model, and how heads are divided among exchanges."""
+"""Test which layout balances a model, and how heads are divided among exchanges."""
 
 from __future__ import annotations
 

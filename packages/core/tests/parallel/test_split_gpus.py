@@ -1,4 +1,4 @@
-"""Two or more GPUs: kernels in bfloat16 over NCCL have the errors that they have on one GPU."""
+"""Test on two or more GPUs: kernels in bfloat16 over NCCL have the same errors as on one GPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Models on rows that are split over processes give the losses and gradients of one process."""
+"""Test that models on rows that are split over processes have the losses and gradients of one process."""
 
 from __future__ import annotations
 

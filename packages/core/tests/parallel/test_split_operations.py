@@ -1,4 +1,4 @@
-"""Operations on sequences that are split over processes give the values and gradients of one process."""
+"""Test that operations on sequences that are split over processes have the values and gradients of one process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A server process and the `openai` client: answers, streams, refusals, disconnects and the end of the process."""
+"""Test a server process with the `openai` client: answers, streams, refusals, disconnects, and its end."""
 
 import http.client
 import json
@@ -52,7 +52,7 @@ def folder(model, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def server(folder):
-    """The URL of a running server; its process ends in order after the tests."""
+    """Return the URL of a running server; its process ends in order after the tests."""
     options = ["--port", "0", "--prefix-cache", "1000000", "--max-waiting", "20"]
     command = [sys.executable, "-m", "tokenmix_core.cli", "serve", str(folder), *options]
     with subprocess.Popen(

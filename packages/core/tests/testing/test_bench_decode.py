@@ -1,4 +1,4 @@
-"""The benchmark of decoding measures what is asked for, and compares the tokens of both ways."""
+"""Test that the decoding benchmark measures what is asked for, and compares the tokens of both ways to decode."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The benchmark of transformers' models measures the families that are named, each without regard to the others."""
+"""Test that the benchmark of transformers' models measures the named families, each independently of the others."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ def test_a_step_is_compared_with_baselines_that_see_the_state_before_it_is_updat
         state.mul_(0.9)
         return state + x
 
-    # the last one takes an argument for another, as calls by position may
+    # the last function confuses two arguments, as calls by position may
     forwards = {"ours": ours, "baseline": lambda: 0.9 * state + x, "wrong": lambda: 0.9 * state * x}
     rows = measure_step("op", "B1", "cpu", forwards)
     assert [(row["impl"], "failed" in row) for row in rows] == [("ours", False), ("baseline", False), ("wrong", True)]

@@ -1,4 +1,4 @@
-"""The benchmark that trains by two states of the sources: equal ones give equal curves, and others are told apart."""
+"""Test the benchmark that trains with two versions of the sources: equal ones give equal curves, others do not."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SCRIPT = runpy.run_path(str(Path(__file__).parents[2] / "benchmarks" / "curves.p
 
 @pytest.fixture
 def in_this_process(monkeypatch):
-    """A process takes ten seconds to begin."""
+    """Run in this process, because a new one takes ten seconds to start."""
     begin = subprocess.run
 
     def run(command, **options):

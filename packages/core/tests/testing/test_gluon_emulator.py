@@ -1,4 +1,4 @@
-"""The Gluon emulator leaves other modules unchanged."""
+"""Test that the Gluon emulator leaves other modules unchanged."""
 
 import torch
 

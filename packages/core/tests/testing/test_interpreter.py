@@ -1,4 +1,4 @@
-"""Triton's interpreter, hurried: the same numbers, and the language is itself again after a launch."""
+"""Test the accelerated interpreter of Triton: equal results, and the language is restored after a launch."""
 
 from types import SimpleNamespace
 
@@ -70,7 +70,7 @@ def test_the_language_is_replaced_once_a_launch():
     hurry(interpreter)
     for _ in range(2):
         scope = interpreter._patch_lang(_twice.fn)
-        # a device function
+        # patch also for a device function
         interpreter._patch_lang(_twice.fn).restore()
         scope.restore()
     assert calls == [_twice.fn, "restored"] * 2

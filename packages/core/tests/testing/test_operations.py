@@ -1,4 +1,4 @@
-"""What the contract of operations takes for granted: descriptions are whole, and a launch that is refused is seen."""
+"""Test what the contract of operations assumes: descriptions are complete, and a refused launch is noticed."""
 
 import pytest
 import torch

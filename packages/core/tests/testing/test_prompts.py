@@ -1,4 +1,4 @@
-"""The benchmark of prompts runs on a CPU, ours beside a baseline."""
+"""Test that the benchmark of prompts runs on a CPU, with a baseline."""
 
 from __future__ import annotations
 

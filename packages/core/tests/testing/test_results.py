@@ -55,5 +55,5 @@ def test_a_library_that_logs_keeps_a_standard_error_that_outlives_the_test(tmp_p
     benchmark = SimpleNamespace(pedantic=lambda run, rounds: run(), extra_info={})
     monkeypatch.setattr(sys, "stderr_of_import", None, raising=False)
     results.run_benchmark(script, benchmark, capsys)
-    # pytest closes this one
+    # pytest closes the stderr of this test
     assert sys.stderr_of_import is not sys.stderr

@@ -1,4 +1,4 @@
-"""The benchmark of training steps runs on a CPU, and its floor counts what it says."""
+"""Test that the benchmark of training steps runs on a CPU, and that its floor counts what it states."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TINY = ["--device", "cpu", "--rows", "1", "--length", "32", "--steps", "1", "--r
 
 
 def test_a_step_is_measured_beside_its_floor(tmp_path, capsys):
-    # compilers take their time on a CPU
+    # measure only the eager form, because compilers take long on a CPU
     (row,) = SCRIPT["main"](["tiny-gdn", "--only", "tokenmix eager", *TINY, "--out", str(tmp_path)])
     assert row["impl"] == "tokenmix eager"
     assert row["rounds"] == 1

@@ -1,4 +1,4 @@
-"""The measurement of varying lengths, at tiny sizes on a CPU."""
+"""Test the measurement of varying lengths, with tiny sizes on a CPU."""
 
 import json
 import runpy

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-# processes that a test starts import it too
+# processes that a test starts import this module, too
 sys.path.insert(0, str(Path(__file__).parent))
 
 
@@ -14,14 +14,14 @@ sys.path.insert(0, str(Path(__file__).parent))
 def _one_cache(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TOKENMIX_CACHE", str(tmp_path_factory.mktemp("cache")))
-        # the server that processes are forked from finds its modules by this
+        # the server from which processes are forked finds its modules by this path
         patch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
         yield
 
 
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory):
-    """A token file of 40 documents of unequal lengths, bytes."""
+    """Write a token file of bytes from 40 documents of unequal lengths."""
     from support.corpora import token_file
 
     words = ([f"word{(i * 7 + j * j) % 23}" for j in range(3 + 5 * (i % 9))] for i in range(40))

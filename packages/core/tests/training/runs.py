@@ -70,7 +70,7 @@ except ValueError:
 
 
 def adapt(weight: torch.Tensor, average: torch.Tensor) -> torch.Tensor:
-    """A feedback rule: larger where more than half of the values are large, smaller elsewhere, bounded, never lost."""
+    """Return new weights by a feedback rule: bounded, larger if over half of the values are large, else smaller."""
     weight = weight * torch.where(average > 0.5, 1.5, torch.where(average < 0.45, 1 / 1.5, 1.0))
     return weight.clamp(1e-9, 1.0)
 
@@ -80,7 +80,7 @@ def adaptation(recipe: Recipe) -> AdaptHeadWeights:
 
 
 def recipe(corpus: Path | str, **changes: Any) -> Recipe:
-    """Eight steps of four rows of 32 tokens; fields of any part of the recipe can be changed."""
+    """Return a recipe of eight steps of four rows of 32 tokens; `changes` may name fields of any of its parts."""
     made = Recipe(
         name="small",
         description="a small hybrid",
@@ -114,7 +114,7 @@ def penalised_model() -> dict[str, Any]:
 
 
 def curve(output_dir: Path) -> dict[int, tuple[float, ...]]:
-    """Loss, gradient norm and loss terms by step, from the JSONL log."""
+    """Return loss, gradient norm and loss terms by step, from the JSONL log."""
     lines = [line for line in read_metrics(output_dir / "metrics.jsonl") if "loss" in line]
     terms = sorted({name for line in lines for name in line if name.endswith("_loss")})
     return {line["step"]: tuple(line[name] for name in ("loss", "grad_norm", *terms)) for line in lines}
@@ -127,7 +127,7 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def _context() -> Any:
-    # children are forked from a server that has imported everything already, which CUDA does not survive
+    # fork children from a server that has imported everything; CUDA does not survive a fork, so then spawn them
     context = multiprocessing.get_context("spawn" if torch.cuda.is_available() else "forkserver")
     context.set_forkserver_preload(["runs"])
     # the server of Python 3.11 does not get its parent's sys.path, and ignores that it cannot import `runs`
@@ -138,7 +138,7 @@ def _context() -> Any:
 
 def _child(environment: dict[str, str], work: Callable[..., Any], args: tuple, options: dict[str, Any]) -> None:
     os.environ.update(environment)
-    # so that a signal can reach it with all that it starts, as Ctrl-C in a terminal does
+    # lead a process group, so that a signal reaches this process and all that it starts, like Ctrl-C in a terminal
     os.setpgrp()
     multiprocessing.set_start_method("fork", force=True)
     torch.set_num_threads(1)
@@ -148,7 +148,7 @@ def _child(environment: dict[str, str], work: Callable[..., Any], args: tuple, o
 
 
 class Processes:
-    """`work(*args, **options)` in so many joined processes."""
+    """Runs `work(*args, **options)` in this number of connected processes."""
 
     def __init__(self, count: int, work: Callable[..., Any], *args: Any, **options: Any) -> None:
         with socket.socket() as free:
@@ -184,7 +184,7 @@ class Processes:
                 send(child.pid, number)
 
     def join(self) -> list[int]:
-        """Exit codes."""
+        """Wait for the processes and return their exit codes."""
         for child in self.children:
             child.join(240)
             assert child.exitcode is not None, "a process does not end"
@@ -192,7 +192,7 @@ class Processes:
 
 
 def run(processes: int, made: Recipe, output_dir: Path, **options: Any) -> dict[int, tuple[float, ...]]:
-    """Train in processes of their own, to the end; returns the curve."""
+    """Train to the end in processes of their own; return the curve."""
     codes = Processes(processes, train, made, output_dir, progress=False, **options).join()
     assert codes == [0] * processes
     return curve(output_dir)
@@ -217,7 +217,7 @@ def train_traced(made: Recipe, output_dir: Path) -> None:
 
 
 def perturb(recipe: Recipe) -> Any:
-    """A callback that changes each initial weight by a relative error of 1e-7, the rounding error of float32."""
+    """Return a callback that changes each initial weight by a relative error of 1e-7, float32's rounding error."""
     from transformers import TrainerCallback
 
     class Perturb(TrainerCallback):
@@ -231,7 +231,7 @@ def perturb(recipe: Recipe) -> Any:
 
 
 def slow_steps(recipe: Recipe) -> Any:
-    """A callback that lets a test meet a run in its middle."""
+    """Return a callback that slows a run down, so that a test can interrupt it."""
     from transformers import TrainerCallback
 
     class Slow(TrainerCallback):
@@ -242,7 +242,7 @@ def slow_steps(recipe: Recipe) -> Any:
 
 
 def touch_steps(recipe: Recipe) -> Any:
-    """A callback that leaves a file for every step, for a run that seldom logs."""
+    """Return a callback that writes a file for every step, for a run that seldom logs."""
     from transformers import TrainerCallback
 
     class Touch(TrainerCallback):
@@ -253,7 +253,7 @@ def touch_steps(recipe: Recipe) -> Any:
 
 
 def look_at_folders(folders: list[Path], said: Path) -> None:
-    """Check that the ranks share a folder, of which each is given its own path, and leave the message of the error."""
+    """Check that the ranks, each of which gets its own path, share a folder; write the error message to `said`."""
     from tokenmix_core.training.ranks import require_shared_folder, together
 
     rank = int(os.environ["RANK"])
@@ -265,7 +265,7 @@ def look_at_folders(folders: list[Path], said: Path) -> None:
 
 
 def limit_files(recipe: Recipe) -> Any:
-    """A callback that leaves rank 0 no space for a checkpoint."""
+    """Return a callback that leaves rank 0 no space for a checkpoint."""
     import resource
 
     from transformers import TrainerCallback
@@ -279,7 +279,7 @@ def limit_files(recipe: Recipe) -> Any:
 
 
 def fail_on_rank_1(recipe: Recipe) -> Any:
-    """A callback that raises an error on rank 1, after the second step."""
+    """Return a callback that raises an error on rank 1, after the second step."""
     from transformers import TrainerCallback
 
     class Fail(TrainerCallback):
@@ -291,7 +291,7 @@ def fail_on_rank_1(recipe: Recipe) -> Any:
 
 
 def stop_at_5(recipe: Recipe) -> Any:
-    """A callback that ends a run after five steps, with a checkpoint."""
+    """Return a callback that ends a run after five steps, with a checkpoint."""
     from transformers import TrainerCallback
 
     class Stop(TrainerCallback):
@@ -303,7 +303,7 @@ def stop_at_5(recipe: Recipe) -> Any:
 
 
 def stop_each_step(recipe: Recipe) -> Any:
-    """A callback that ends a run after one step, with a checkpoint."""
+    """Return a callback that ends a run after one step, with a checkpoint."""
     from transformers import TrainerCallback
 
     class Stop(TrainerCallback):
@@ -314,7 +314,7 @@ def stop_each_step(recipe: Recipe) -> Any:
 
 
 def check_sharded(recipe: Recipe) -> Any:
-    """A callback that fails unless the parameters are sharded, in units of so many layers, if the recipe says so.
+    """Return a callback that fails unless parameters are sharded, in units of the right size, as the recipe says.
 
     Between the micro-batches of a step, they are sharded if they are gathered again.
     """
@@ -357,7 +357,7 @@ def check_autocast(recipe: Recipe) -> Any:
 
 
 def train_with_small_files(made: Recipe, output_dir: Path) -> None:
-    """Train with a limit of the size of files, and leave the message of the error."""
+    """Train with a limit on file sizes, and write the message of the error to a file."""
     import resource
 
     resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, resource.RLIM_INFINITY))
@@ -368,7 +368,7 @@ def train_with_small_files(made: Recipe, output_dir: Path) -> None:
 
 
 def train_by_command(recipes: list[Recipe], output_dirs: list[Path], said: Path, *flags: str) -> None:
-    """Run `tokenmix train` with the recipe and folder of this rank, and keep what it writes to stderr."""
+    """Run `tokenmix train` with the recipe and folder of this rank, and store its stderr."""
     from tokenmix_core.cli import main
 
     rank = int(os.environ["RANK"])

@@ -1,4 +1,4 @@
-"""Runs whose rows are split over processes: the curve of one process, and any number of processes resumes them."""
+"""Test runs whose rows are split over processes: they have one process's curve, and any process count resumes them."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""CUDA graphs of training: the same losses and weights as eager passes, and which passes are captured."""
+"""Test CUDA graphs of training: losses and weights equal those of eager passes, and the right passes are captured."""
 
 import copy
 import shutil
@@ -21,7 +21,7 @@ from tokenmix_core.training.trainer import train
 
 @pytest.fixture
 def captured():
-    """The captured passes in order; training captures graphs on this device."""
+    """Return the captured passes in order; training captures graphs on this device."""
     with graphs_everywhere(eager=True) as works:
         yield works
 
@@ -137,7 +137,7 @@ def test_auto_continues_if_capture_fails(micro, corpus, tmp_path, monkeypatch):
     train(recipe(corpus, training_graph="never", **changes), tmp_path / "plain", progress=False)
 
     def fails(work):
-        # a failed capture leaves gradients that were never computed
+        # a failed capture leaves gradients that contain no values
         capture_work(work, eager=True)
         raise RuntimeError("CUDA out of memory")
 
@@ -348,7 +348,7 @@ def test_a_gpu_is_told_by_its_kind_or_its_number():
 
 
 def learn(make, waits):
-    """Five gradients of a layer with dropout by passes that `make` runs."""
+    """Return five gradients of a layer with dropout, by passes that `make` runs."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Dropout(0.5)).cuda()
 

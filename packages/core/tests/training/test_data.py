@@ -82,7 +82,7 @@ def test_weights_that_make_no_mixture_are_refused(weights):
 
 
 def examples(row):
-    """The examples of a row, and the pairs and the scored positions of each."""
+    """Return the examples of a row, and the pairs and scored positions of each."""
     boundaries = [0, *row["boundaries"].tolist(), len(row["input_ids"])]
     parts = [slice(a, b) for a, b in pairwise(boundaries)]
     return [(row["input_ids"][part], int((row["labels"][part] != IGNORE_INDEX).sum())) for part in parts]
@@ -137,14 +137,14 @@ def test_recall_examples_grow_to_all_sizes(packed):
         found = [example for i in range(first, last) for example in examples(rows[i])]
         return {count for _, count in found}, max(len(ids) for ids, _ in found)
 
-    # the second of five joins after √(1/5) of the ramp
+    # the second of five counts joins after √(1/5) of the ramp
     assert sizes(0, 223) == ({2}, 32 if packed else 256)
     assert sizes(224, 316) == ({2, 4}, 64 if packed else 256)
     assert sizes(448, 500) == sizes(500, 600) == sizes(10**6, 10**6 + 100) == ({2, 4, 8, 16, 32}, 256)
 
 
 def _facts(row, tokenizer):
-    """Each example's facts, and its scored tokens, as keys and values."""
+    """Return each example's facts, and its scored tokens, as keys and values."""
     found = []
     parts = (np.split(row[name].numpy(), row["boundaries"]) for name in ("input_ids", "labels"))
     for ids, labels in zip(*parts, strict=True):
@@ -260,7 +260,7 @@ def test_packed_documents_never_see_each_other(corpus):
         ids = batch["input_ids"][:, start:end]
         apart.append(model(input_ids=ids, labels=ids, num_items_in_batch=1, use_cache=False).loss)
     torch.testing.assert_close(together, torch.stack(apart).sum(), rtol=1e-12, atol=0)
-    # and the first document's loss does not change with what follows it
+    # the first document's loss does not depend on the tokens that follow it
     other = batch["input_ids"].clone()
     other[:, boundaries[1] :] = np.random.default_rng(0).integers(0, 256)
     labels = batch["labels"].clone()

@@ -1,4 +1,4 @@
-"""A power loss at any moment leaves a checkpoint to resume from, and a corpus that is whole or can be finished."""
+"""Test that after a power loss at any time a run can resume, and a corpus is complete or can be completed."""
 
 import os
 import shutil
@@ -24,7 +24,7 @@ def source():
 
 @pytest.fixture
 def calls(monkeypatch):
-    """The calls that concern the disk, in order: (name, paths as they were then)."""
+    """Return the calls that change the disk, in order: (name, paths at that time)."""
     made = []
 
     def spy(module, name, paths):
@@ -44,7 +44,7 @@ def calls(monkeypatch):
 
 
 def assert_on_disk(calls, folder, renamed_from):
-    """Every file of `folder` and the folder itself were synchronised before its rename, its parent after it."""
+    """Assert that a folder and its files were synchronised before its rename, and its parent after it."""
     at = next(i for i, call in enumerate(calls) if call[0] in ("replace", "rename") and call[2] == str(folder))
     synced = [call[1] for call in calls[:at] if call[0] == "fsync"]
     for path in (folder, *folder.rglob("*")):
@@ -96,7 +96,7 @@ def mounted(image, folder):
 
 @pytest.fixture
 def disk(tmp_path):
-    """An image with a mounted ext4 file system; a copy of the image is the disk after a power loss at that moment."""
+    """Return an image with a mounted ext4 file system; a copy of the image is the disk after a power loss."""
     image = tmp_path / "image"
     try:
         with open(image, "wb") as file:

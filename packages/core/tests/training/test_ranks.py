@@ -1,4 +1,4 @@
-"""Ranks that differ or fail: every rank ends in time, and the last line of each is the first cause."""
+"""Test ranks that differ or fail: every rank ends in time, and each one's last line is the first cause."""
 
 import os
 import re
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="several proce
 
 
 def run(recipes, output_dirs, said, *flags, meanwhile=lambda ranks: None):
-    """The exit codes and last lines of two ranks."""
+    """Return the exit codes and last lines of two ranks."""
     said.mkdir(exist_ok=True)
     ranks = Processes(2, train_by_command, recipes, output_dirs, said, *flags)
     meanwhile(ranks)
@@ -85,7 +85,7 @@ def test_a_stopped_rank_is_named_within_the_time_out(rank, corpus, tmp_path):
 
     codes, last = run([made], [tmp_path / "run"], tmp_path / "said", meanwhile=stop)
     assert codes[1 - rank] == 2
-    # rank 0 holds the store, whose silence and whose missing beat are noticed at the same time
+    # rank 0 holds the store, so its silence and its missing beat are noticed at the same time
     told = (
         r"rank 0 (at .*, which connects the ranks, has not answered|sent no sign of life) for 4 s",
         "rank 1 sent no sign",

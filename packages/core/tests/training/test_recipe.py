@@ -316,7 +316,7 @@ def test_a_smaller_depth_or_width_gets_labels_and_heads_that_fit(capsys):
         *wide.model["mixers"],
         "gated_delta_net",
     ]
-    # a value that a flag gives is not changed
+    # a value that a flag sets is not adapted
     with pytest.raises(ValueError, match="num_heads must divide hidden_size"):
         overridden(wide, ["--model.hidden_size=64", "--model.mixer_options.attention.num_heads=24"])
     with pytest.raises(ValueError, match="expected a label for each"):

@@ -1,4 +1,4 @@
-"""A run that ended at any moment, for any reason, can be started again by the same command."""
+"""Test that a run that ended at any time, for any reason, can be continued by the same command."""
 
 import json
 import os
@@ -24,7 +24,7 @@ from tokenmix_core.training.trainer import train
 
 @pytest.fixture(scope="module")
 def whole(corpus, tmp_path_factory):
-    """A run that nothing disturbed."""
+    """Return the folder of a run that was not interrupted."""
     folder = tmp_path_factory.mktemp("whole") / "run"
     train(recipe(corpus), folder, progress=False)
     return folder
@@ -34,7 +34,7 @@ def whole(corpus, tmp_path_factory):
 def test_a_run_without_a_checkpoint_begins_again(resume, whole, corpus, tmp_path, capsys):
     out = tmp_path / "run"
     out.mkdir()
-    # as a kill leaves it
+    # a killed process leaves such files
     shutil.copy(whole / "run.json", out)
     (out / "metrics.jsonl").write_text('{"step": 1, "loss": 9.0}\n{"step": 2, "lo')
     (out / ".run-0123456789abcdef.json").write_text("{")
@@ -113,7 +113,7 @@ def test_two_processes_stop_at_once_however_rarely_they_log(corpus, tmp_path):
     made = replace(made, callbacks=(slow_steps, touch_steps))
     pair = Processes(2, train, made, tmp_path / "run", progress=False)
     pair.wait_for((tmp_path / "run" / "step-2").exists)
-    # one process alone is told
+    # signal only one of the processes
     os.kill(pair.children[1].pid, signal.SIGTERM)
     assert pair.join() == [0, 0]
     (saved,) = (tmp_path / "run").glob("checkpoint-*")
@@ -155,7 +155,7 @@ def test_the_log_is_restored_from_the_checkpoint(whole, corpus, tmp_path):
     shutil.copytree(whole, out)
     shutil.rmtree(out / "checkpoint-8")
     lines = (out / "metrics.jsonl").read_bytes().splitlines(keepends=True)
-    # as a power loss may leave it: a hole, and the end cut off
+    # a power loss may leave such a file: with a hole, and without its end
     (out / "metrics.jsonl").write_bytes(lines[0] + b"\0" * 50 + b"\n" + lines[3][:20])
     train(recipe(corpus), out, resume=True, progress=False)
     assert curve(out) == curve(whole)

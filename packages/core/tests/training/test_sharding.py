@@ -1,4 +1,4 @@
-"""FSDP2 on a CPU: the curve of one process, and checkpoints for any number of processes, sharded or not."""
+"""Test FSDP2 on a CPU: the curve of one process, and checkpoints for any number of processes, sharded or not."""
 
 import json
 import pickle
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="several proce
 
 
 def made(corpus, **changes):
-    # six rows a step, which one, two and three processes can divide
+    # six rows per step can be divided among one, two and three processes
     return recipe(corpus, batch_tokens=192, micro_batch_tokens=32, total_tokens=8 * 192, save_total_limit=9, **changes)
 
 
@@ -57,7 +57,7 @@ def test_each_step_of_a_run_by_other_processes_sharded_or_not(single, corpus, tm
         run(processes, made(corpus, callbacks=(*checks, stop_each_step), **changes), out, resume=step > 1)
         assert curve(out)[step] == pytest.approx(single[step], rel=2e-5), f"step {step}"
         written = sorted(path.name for path in (out / f"checkpoint-{step}").rglob("*.distcp"))
-        # of the model, and of the optimizer
+        # one file for the model, and one for the optimizer
         assert written == [f"__{rank}_0.distcp" for rank in range(processes) for _ in "ab"] * shards
         assert (out / f"checkpoint-{step}" / "model.safetensors").exists() is not shards
         policy = json.loads((out / "run.json").read_text())["fsdp"]

@@ -29,7 +29,7 @@ from tokenmix_core.training.trainer import build_trainer, train
 
 
 def assert_identical(output_dir, reference):
-    """Bit by bit on a CPU; a GPU adds in changing order."""
+    """Compare bit by bit on a CPU; with a tolerance on a GPU, which adds in varying order."""
     if torch.cuda.is_available():
         return assert_same_curve(curve(output_dir), curve(reference), tolerance=1e-3)
     assert curve(output_dir) == curve(reference)
@@ -45,7 +45,7 @@ def assert_same_curve(a, b, *, tolerance=2e-5):
 
 @pytest.fixture(scope="module")
 def reference(corpus, tmp_path_factory):
-    """A run of the penalised model that nothing disturbed."""
+    """Return the folder of a run of the penalised model that was not interrupted."""
     folder = tmp_path_factory.mktemp("reference") / "run"
     train(recipe(corpus, model=penalised_model(), callbacks=(adaptation,)), folder, progress=False)
     return folder
@@ -232,7 +232,7 @@ def test_a_damaged_checkpoint_is_refused_with_its_reason(damage, told, reference
 
 
 def _sealed(folder, name, change):
-    """Change a file of a checkpoint, and its manifest, as if it had been written so."""
+    """Change a file of a checkpoint, and its manifest, so that the hashes match."""
     change(folder / name)
     content = manifest(folder)
     write_manifest(folder, {key: content[key] for key in ("step", "identity")})

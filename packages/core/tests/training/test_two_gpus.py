@@ -1,4 +1,4 @@
-"""Several GPUs of one machine: NCCL, DDP and FSDP2. One GPU's curve is what both must follow."""
+"""Test several GPUs of one machine with NCCL, DDP and FSDP2; one GPU's curve is the reference."""
 
 import os
 from dataclasses import replace
@@ -24,7 +24,7 @@ MODEL = {
 
 
 class _Check(TrainerCallback):
-    """Values of the first step are written into the run's folder, one file a process."""
+    """Writes values of the first step into the run's folder, one file per process."""
 
     def on_step_end(self, args, state, control, *, model, **_):
         kinds = {type(p).__name__ for p in model.parameters()}
@@ -40,7 +40,7 @@ def _check(recipe):
 
 @pytest.fixture(scope="module")
 def single(corpus, tmp_path_factory):
-    """The curve of one GPU, alone in its process."""
+    """Return the curve of one GPU in a process of its own."""
     folder = tmp_path_factory.mktemp("single") / "run"
     return run(1, recipe(corpus, model=MODEL, micro_batch_tokens=64), folder)
 

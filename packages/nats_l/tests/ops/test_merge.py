@@ -1,4 +1,4 @@
-"""The merge: the reference against plain sentences, kernels against float64; in the interpreter without a GPU."""
+"""Test the merge: the reference against plain equations, kernels against float64; without a GPU in the interpreter."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every operation of this package is held to a contract, and every operator to torch's own checks."""
+"""Test that every operation of this package has a contract test, and that every operator passes torch's checks."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""A mixed call as one operation: the fused kernels against the eager layer in float64, in value and gradient."""
+"""Test a mixed call as one operation: values and gradients of fused kernels against the eager layer in float64."""
 
 from functools import partial
 from typing import ClassVar, NamedTuple
@@ -73,7 +73,7 @@ def functions(options, attends, K, *, row_ids=None, cu_seqlens=None, own_angles=
 
 
 def agree(functions, x):
-    """The fused kernels err at most twice as much as single operations around the recurrence's kernels.
+    """Assert that the fused kernels err at most twice as much as single operations around the recurrence's kernels.
 
     These sum gates in an order of their own, and the few values of gradients of one value a head show it.
     """
@@ -234,7 +234,7 @@ class TestMix(OpContract):
         return y if options.gate_before else y * opened
 
     def growing(self, arguments):
-        """Rows too, and angles."""
+        """Yield rows and angles, too."""
         yield from super().growing(arguments)
         yield arguments["rows"], 0
         yield arguments["row_ids"], 0
@@ -259,14 +259,14 @@ class TestMix(OpContract):
             yield mix_backward_op, (*given, *kept, y), *tests
 
     def document(self, arguments, n, start, stop):
-        """Its queries too, which are in the order of tokens here, and its angles."""
+        """Add the document's queries, which are here in the order of tokens, and its angles."""
         rotation = Rotation(*(x[:, start:stop] for x in arguments["rotation"]))
         return super().document(arguments, n, start, stop) | {
             "rows": arguments["rows"][start:stop], "rotation": rotation
         }  # fmt: skip
 
     def assert_kernels_agree(self, kernels, reference, call):
-        """As `agree` has it: beside single operations around the recurrence's kernels."""
+        """Compare, as `agree` does, with single operations around the recurrence's kernels."""
         form = {name: call.options.get(name) for name in ("row_ids", "cu_seqlens")}
         x, options = dict(call.tensors), call.options
 

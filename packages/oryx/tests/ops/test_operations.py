@@ -1,4 +1,4 @@
-"""What `explain` says of this package's operations, on a device taken for Hopper."""
+"""Test what `explain` says about this package's operations, on a device treated as Hopper."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ from tokenmix_oryx.ops import mix, selected_attention
 
 @pytest.fixture
 def hopper_device(monkeypatch, override):
-    """Every device is taken for a Hopper GPU of 132 SMs."""
+    """Treat every device as a Hopper GPU with 132 SMs."""
     monkeypatch.setattr(dispatch, "device_limit", lambda device: None)
     override(tuning, sm_count=lambda device: 132)
 

@@ -1,4 +1,4 @@
-"""Attention for chosen queries: full attention where it is asked for, nothing elsewhere; kernels against float64."""
+"""Test attention for selected queries: full attention for these, zero for all others; kernels against float64."""
 
 from typing import ClassVar, NamedTuple
 
@@ -40,7 +40,7 @@ def function(mask, impl, **options):
 
 
 def full(mask, **options):
-    """The specification: all outputs, those not selected struck out."""
+    """Return the specification: outputs for all queries, with zeros for those that are not selected."""
     return lambda q, k, v: Output(attention(q, k, v, impl="reference", **options).o * mask[..., None, None])
 
 
@@ -109,7 +109,7 @@ class TestSelectedAttention(OpContract):
         return Call(x, options | {"selected": chosen(kind, B, TQ or T, device)})
 
     def definition(self, q, k, v, *, selected):
-        """One selected query at a time."""
+        """Compute one selected query at a time."""
         TQ, TK, group, o = q.shape[1], k.shape[1], q.shape[2] // k.shape[2], []
         k, v = (x.repeat_interleave(group, 2) for x in (k, v))
         for i in range(TQ):

@@ -1,4 +1,4 @@
-"""A kernel that adds by addresses instead of one of Triton's, to test captures and replays on a CPU."""
+"""A kernel that adds values at addresses instead of a Triton kernel, to test captures and replays on a CPU."""
 
 import ctypes
 import struct
@@ -47,7 +47,7 @@ class Adding:
 
 @pytest.fixture
 def fake_gpu(monkeypatch):
-    """Lets modules of `launch` take a CPU for a GPU, and gives them the kernel."""
+    """Make the modules of `launch` treat a CPU as a GPU, and give them the kernel."""
 
     def put(kernels, private, replay):
         adding = Adding(kernels)

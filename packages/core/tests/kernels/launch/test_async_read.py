@@ -1,4 +1,4 @@
-"""Integers whose copy starts now and that are read later."""
+"""Test integers whose copy starts now and that are read later."""
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ def test_reading_does_not_wait_for_what_came_after_the_question():
     x, later = torch.tensor(3, device="cuda"), torch.cuda.Event()
     torch.cuda.synchronize()
     asked = Asked(x)
-    # some tenths of a second
+    # the device sleeps for some tenths of a second
     torch.cuda._sleep(10**9)
     later.record()
     assert asked.read() == 3

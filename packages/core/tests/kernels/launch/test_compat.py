@@ -1,4 +1,4 @@
-"""Undocumented names of torch and Triton: all are present, and results are right without each of them."""
+"""Test undocumented names of torch and Triton: all are present, and results are right if any is missing."""
 
 import ast
 import importlib
@@ -24,12 +24,12 @@ MODULES += ["tokenmix_core.ops.autograd"]
 
 
 def test_no_name_is_missing():
-    """Else the quick way is lost on the installed versions of torch and Triton, which are supported."""
+    """On the installed, supported versions of torch and Triton, a missing name would disable the fast path."""
     assert compat.missing() == {}
 
 
 def test_nothing_is_missing_of_kernels_that_triton_compiles(tmp_path):
-    # compiled for Hopper, which takes no GPU, by a Triton that does not interpret
+    # compile for Hopper, which needs no GPU, in a process in which Triton does not interpret
     script = tmp_path / "kernel.py"
     script.write_text("""if True:
         import triton
@@ -66,7 +66,7 @@ def test_nothing_is_missing_of_kernels_that_triton_compiles(tmp_path):
 
 @pytest.mark.parametrize(("asked", "fused"), [(None, True), ("0", False)])
 def test_kernels_fuse_multiplications_and_additions_unless_the_user_disables_it(tmp_path, asked, fused):
-    """So they were measured; Triton warns that it will no longer do so by itself."""
+    """Kernels were measured with fused multiply-adds, which Triton will no longer enable by default."""
     script = tmp_path / "kernel.py"
     script.write_text(f"""if True:
         import torch
@@ -121,7 +121,7 @@ def test_nothing_else_touches_such_names():
             elif isinstance(node, ast.ImportFrom) and node.module:
                 module = node.module.split(".")
                 parts = set(module) & private_parts if module[0] == "torch" else set()
-                # Gluon is a language, and not these
+                # Gluon is a documented language
                 if module[0] == "triton" and module[1:2] not in ([], ["language"], ["experimental"]):
                     parts = {node.module}
             found += [f"{file.name}:{node.lineno} {x}" for x in parts]
@@ -131,10 +131,10 @@ def test_nothing_else_touches_such_names():
 
 @pytest.fixture
 def reloaded(monkeypatch):
-    """Modules of `launch` and `ops.autograd`, imported again without a name."""
+    """Return modules of `launch` and `ops.autograd`, imported again without the named object."""
 
     def load(name):
-        # as they are, before
+        # the modules as they were before
         modules = [importlib.import_module(x) for x in MODULES]
         resolve = pkgutil.resolve_name
         # modules that are not imported again share one cached lookup of each name, and must not cache the missing name
@@ -189,7 +189,7 @@ def test_without_a_name_results_are_the_same(name, reloaded, fake_gpu):
                 db = torch.autograd.grad(out.sum(), b)[0]
                 torch.testing.assert_close(db, torch.full((6,), 2.0))
     uncached = {x for x, lost in NAMES.items() if "not cached" in lost and x.startswith("torch")}
-    # without it the observers of launches are unknown
+    # without this name, observers of launches are unknown
     uncached.add("triton.knobs:runtime")
     assert len(runs) == (6 if name in uncached else 1)
 

@@ -1,4 +1,4 @@
-"""Replays end with other tiles, and by the switch that users have."""
+"""Test that replays end if other tiles are selected, or if the user's switch disables them."""
 
 import os
 import subprocess
@@ -15,7 +15,7 @@ from tokenmix_core.ops.ssd import tuning as ssd
 
 
 class Calls:
-    """Calls of a cached sum and of a check; counts how many of each were run."""
+    """Calls of a cached sum and of a check; counts how often each one ran."""
 
     def __init__(self, add):
         self.add, self.sums, self.checks = add, 0, 0
@@ -56,7 +56,7 @@ def test_with_other_tiles_calls_are_run(call, change):
     assert [call(), call()] == [(1, 1)] * 2
     with tuning.override(*change):
         assert [call(), call()] == [(2, 2)] * 2
-    # and with the old ones again
+    # the calls work again with the old tiles
     assert [call(), call()] == [(3, 3)] * 2
 
 

@@ -1,4 +1,4 @@
-"""Launches by one look-up, compiled together."""
+"""Test launches by one lookup, and launches that are compiled together."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_launches_keep_their_order_and_wait_for_the_end_of_the_block():
 def test_a_kernel_that_fails_to_compile_beside_others_is_compiled_by_itself(monkeypatch):
     x = torch.ones(16, device=DEVICE)
     kernel, failed = _double.fn, []
-    # its compiler is there once its cache has been asked for
+    # a kernel has its compiler as soon as its cache has been read
     assert kernel.device_caches[torch.cuda.current_device()] is not None
     compiles = kernel.compile
 
@@ -80,7 +80,7 @@ def test_a_launch_takes_arguments_of_every_kind(flag):
     args = (x, None, 5, 1 << 40, -3, 1, flag, 0.37)
     _write.fn[(2,)](wanted, *args, ADD=7, ALSO=torch.float32)
     assert wanted.abs().sum() > 0
-    # the first compiles, the others are packed
+    # the first launch compiles, all others are packed
     for _ in range(3):
         got.zero_()
         _write[(2,)](got, *args, ADD=7, ALSO=torch.float32)
@@ -202,7 +202,7 @@ def test_other_arguments_are_refused(handed_over, args):
 
 
 class Compiled:
-    """A kernel as Triton compiles it."""
+    """A compiled kernel as Triton returns it."""
 
     def __init__(self, types=("*bf16", "constexpr", "i32"), **metadata):
         usual = dict(target=SimpleNamespace(backend="cuda"), num_ctas=1, num_warps=4, shared=100)
@@ -281,7 +281,7 @@ def test_a_first_launch_is_handed_over_like_later_ones(handed_over, monkeypatch)
 
 
 class Numbered:
-    """A kernel that notes the integers it is compiled for, and which of them are not specialised."""
+    """A kernel that records the integers for which it is compiled, and which of them are not specialised."""
 
     arg_names, __name__ = ("x", "flag", "y", "n", "stride", "tiles", "factor"), "numbered"
     params = tuple(SimpleNamespace(is_constexpr=name == "flag") for name in arg_names)
@@ -295,7 +295,7 @@ class Numbered:
 
 @pytest.fixture
 def numbered(handed_over, monkeypatch):
-    """`launch(n, tiles, flag=True)` of such a kernel, its launcher, its compiled forms, and its launches."""
+    """Return `launch(n, tiles, flag=True)` of such a kernel, its launcher, its compiled forms, and its launches."""
     form = ("Q", None, "Q", "i", "i", "i", "f")
     monkeypatch.setattr(launcher, "_load", lambda *_: driver.Loaded(7, 128, 100, False, form))
     monkeypatch.setattr(launcher, "current_device", lambda: 0)
@@ -317,7 +317,7 @@ def test_lengths_share_one_form_of_a_kernel(numbered):
     for n in range(320, 800):
         launch(n, -(-n // 8))
     assert [words[2] & 0xFFFFFFFF for *_, words in launched] == [*range(320, 800)]
-    # for the first integers, and for all values of the two that vary; the stride stays specialised
+    # one form for the first integers, and one for all values of the two that vary; the stride stays specialised
     assert compiled == [(True, 320, 64, 40), (True, 321, 64, 41, "n", "tiles")]
     launch(5, 1, flag=False)
     assert compiled[2:] == [(False, 5, 64, 1)]
@@ -388,7 +388,7 @@ def test_a_form_for_lengths_without_a_common_divisor_serves_all_lengths(numbered
         launch(33, 16)
         launch(32, 16)
     assert compiled[1:] == [(True, 32, 64, 16)]
-    # integers of 64 bits are passed in another width
+    # integers of 64 bits have another type
     assert not kernel.knows((*args[0][:3], 1 << 40, *args[0][4:]), {})
 
 
@@ -477,7 +477,7 @@ def test_arguments_by_name_make_the_launch_that_those_in_order_make(handed_over,
         with launcher.taken(taken.append):
             kernel[(2,)](*args, num_warps=4, **options)
     args = x, True, y, 5, 0.0
-    # each option of a launch makes a kernel of its own
+    # each option of a launch compiles a kernel of its own
     assert kernel.fn.compiled == [(args, {"num_warps": 4}), (args, {"num_stages": 4})]
     assert len({tuple(words) for *_, words in handed_over}) == 1
     assert len(handed_over) == 2 * len(NAMED)

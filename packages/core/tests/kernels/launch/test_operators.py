@@ -1,4 +1,4 @@
-"""Operators of compiled graphs go through the launch cache like calls in eager mode."""
+"""Test that operators of compiled graphs go through the launch cache like calls in eager mode."""
 
 import inspect
 from typing import NamedTuple
@@ -17,7 +17,7 @@ ADD = []
 
 
 def _sum(a: Tensor, b: Tensor, nothing: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """a + 2 b, and a + b."""
+    """Return a + 2 b, and a + b."""
     RUNS["forward"] += 1
     once, twice = torch.empty_like(a), torch.empty_like(a)
     ADD[-1][(1,)](a, b, once, len(a))
@@ -33,7 +33,7 @@ def _double(nothing: Tensor | None, x: Tensor) -> list[Tensor]:
 
 
 def _step(x: Tensor, state: Tensor) -> Tensor:
-    """Adds x to the state."""
+    """Add x to the state."""
     RUNS["step"] += 1
     ADD[-1][(1,)](state, x, state, len(x))
     return torch.empty_like(x).copy_(state)
@@ -41,7 +41,7 @@ def _step(x: Tensor, state: Tensor) -> Tensor:
 
 @pytest.fixture(scope="module")
 def operators():
-    """a + 2 b with gradients, and the step."""
+    """Return a + 2 b as an operator with gradients, and the step."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(autograd, "_LAUNCHED_ON", "cpu")
         sum_op = cached_op("tokenmix_tests::sum", _sum, lambda a, b, nothing=None: (a + b, a + b))
@@ -135,7 +135,7 @@ class Step(NamedTuple):
 
 
 class Result(NamedTuple):
-    """What it leaves."""
+    """The result of a step."""
 
     twice: Tensor
     rest: Tensor
@@ -171,7 +171,7 @@ class Nested(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """What that leaves."""
+    """The gradients of `_scaled`."""
 
     dx: Tensor
     result: Result
@@ -179,7 +179,7 @@ class Gradients(NamedTuple):
 
 @of_fields
 def _scaled_backward(given: Nested) -> Gradients:
-    """The gradient of x, and copies."""
+    """Return the gradient of x, and copies."""
     return Gradients(given.dtwice * given.step.scale, Result(*map(torch.clone, given.result)))
 
 
@@ -213,7 +213,7 @@ class Ambiguous(NamedTuple):
 
 
 class Unordered(NamedTuple):
-    """A step whose default is followed by a field without."""
+    """A step with a field with a default that is followed by a field without one."""
 
     step: Step
     y: Tensor

@@ -1,4 +1,4 @@
-"""Launches that may begin before the one ahead has ended: which they are, and that they give what others give."""
+"""Test which launches may begin before the preceding one has ended, and that their results are the same."""
 
 import copy
 
@@ -11,7 +11,7 @@ from tokenmix_core.ops import fused_linears, rms_norm, swiglu_linear
 
 
 class Kernel:
-    """A kernel with the parameter PDL; notes its compilations."""
+    """A kernel with the parameter PDL; records its compilations."""
 
     arg_names, __name__ = ("x", "n", "PDL"), "kernel"
 
@@ -24,7 +24,7 @@ class Kernel:
 
 @pytest.fixture
 def launched(monkeypatch):
-    """`launched(on, *args, **options)`: the compilation of a kernel by a launch."""
+    """Return `launched(on, *args, **options)`, which launches a kernel and returns its compilation."""
     monkeypatch.setattr(launcher, "_load", lambda *_: None)
     monkeypatch.setattr(launcher, "current_device", lambda: 0)
     monkeypatch.setattr(launcher, "_prepared", list)
@@ -103,7 +103,7 @@ def test_the_former_name_of_the_switch_is_accepted_with_the_new_one(monkeypatch)
 
 
 def chain(x, weights, norm):
-    """Layers each of which reads what the one before has just written."""
+    """Run layers, each of which reads the result of the preceding one."""
     for up, gate, down in weights:
         a, b = fused_linears(rms_norm(x, norm).y, [gate, up])
         x = swiglu_linear(a, b, down)

@@ -1,4 +1,4 @@
-"""Replayed calls equal calls that are run, on a CPU that is treated as a GPU (conftest.py)."""
+"""Test that replayed calls equal calls that are run, on a CPU that is treated as a GPU (conftest.py)."""
 
 import subprocess
 import sys
@@ -31,7 +31,7 @@ def counted(function):
 
 
 def three_sums(add):
-    """a + b + b, then the second half of it beside its first; the buffer between them is not returned."""
+    """Return a + b + b, and the second half of it next to its first; the buffer between the sums is not returned."""
 
     def run(a, b, factor):
         a = a.contiguous()
@@ -94,7 +94,7 @@ def test_a_tensor_given_twice_is_run(add):
     replayed(a, torch.randn(6), 1.0)
     b = torch.randn(6)
     torch.testing.assert_close(replayed(a, b, 1.0)[0], a + 2 * b)
-    # the capture of two tensors is also right for one tensor
+    # the capture of two tensors is also right if both are one tensor
     torch.testing.assert_close(replayed(a, a[:], 1.0)[0], 3 * a)
     assert function.runs == 4
 
@@ -131,7 +131,7 @@ def test_operations_between_launches_are_replayed_in_order(add, mode):
         a, b = torch.randn(6, 2)[:, 0], torch.randn(6)
         out = 2 * (a + b) + b
         out[:3] *= 3
-        # what torch compiled calls operators below autograd
+        # code compiled by torch calls operators below autograd
         with mode():
             got = replayed(a, b)
         torch.testing.assert_close(got[0], out)
@@ -164,7 +164,7 @@ def test_a_call_that_launches_unseen_kernels_is_run(add):
         out, seen = torch.empty_like(a), torch.zeros_like(a)
         add[(1,)](a, b, out, len(a))
         capture.launches_unseen()
-        # another library reads earlier results, without a torch operation
+        # another library reads earlier results without a torch operation
         seen.numpy()[:] = out.numpy()
         return seen
 
@@ -213,13 +213,13 @@ def test_more_kinds_than_are_tried_take_turns(add):
         for n in sizes:
             a, b = torch.randn(n), torch.randn(n)
             torch.testing.assert_close(replayed(a, b, 1.0)[0], a + b + b)
-    # the first of these sizes is captured at once, since kernels may be new, the others as they return
+    # the first of these sizes is captured at once, since its kernels may be new; the others at their second call
     assert function.runs == 2 * len(sizes) - 1
 
 
 @pytest.fixture
 def captures(monkeypatch):
-    """Sizes of the first input of each call that is captured."""
+    """Return the list of the first input's sizes in captured calls."""
     made, init = [], capture.Capture.__init__
 
     def noted(self, inputs):
@@ -237,7 +237,7 @@ def call(replayed, n):
 
 def test_a_call_is_captured_where_its_signature_has_occurred_before(add, captures):
     function, replayed = three_sums(add)
-    # the first call of a magnitude, whose kernels are compiled side by side
+    # the first call of a magnitude is captured, so that its kernels are compiled in parallel
     call(replayed, 1024)
     assert captures == [1024]
     for _ in range(4):
@@ -538,7 +538,7 @@ def test_what_was_refused_is_refused_again(monkeypatch):
 
 
 def test_values_that_may_be_read_are_checked_every_time(monkeypatch):
-    # on a CPU boundaries are, and everywhere a number that is a tensor
+    # boundaries on a CPU, and a tensor with a single value on any device, may be read
     check, again = checked(lambda x, n: None, monkeypatch, on_gpu=False)
     for runs in (1, 2):
         again(torch.randn(5), 1)

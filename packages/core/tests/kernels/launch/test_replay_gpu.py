@@ -1,4 +1,4 @@
-"""Replayed calls on a GPU: the same results as calls that are run, wherever and whenever they are made."""
+"""Test replayed calls on a GPU: they give the results of calls that are run, on any thread, stream and device."""
 
 import pytest
 import torch
@@ -48,7 +48,7 @@ def inputs(device="cuda", seed=0):
 
 
 def results(op, tensors, **packed):
-    """Both outputs and the gradients of q, k and v."""
+    """Return both outputs and the gradients of q, k and v."""
     out = op(*tensors, **packed)
     loss = sum(x.float().square().sum() for x in out)
     return [*out, *torch.autograd.grad(loss, tensors[:3], allow_unused=True)]
@@ -61,14 +61,14 @@ def check_equal(got, wanted):
 
 
 def run(op, tensors, **packed):
-    """The results of calls that are run."""
+    """Return the results of calls that are run, not replayed."""
     with caching(False):
         return results(op, tensors, **packed)
 
 
 @pytest.fixture
 def replays(monkeypatch):
-    """How many calls were replayed."""
+    """Return a list with the number of replayed calls."""
     made = [0]
     compiled = capture.compiled
 
@@ -93,7 +93,7 @@ def test_replays_give_what_runs_give(op, packed, replays):
     boundaries = {"cu_seqlens": torch.tensor([0, 30, 30, 129, T], device="cuda")} if packed else {}
     for seed in range(3):
         check_equal(results(op, inputs(seed=seed), **boundaries), run(op, inputs(seed=seed), **boundaries))
-    # forward and backward of the second and third call
+    # the forward and the backward of the second and the third call are replayed
     assert replays[0] >= 4
 
 
@@ -104,7 +104,7 @@ def test_compiled_graphs_replay(op, replays):
         got, wanted = results(compiled, inputs(seed=seed)), run(op, inputs(seed=seed))
         for x, y in zip(got, wanted, strict=True):
             assert x is None or relative_error(x, y) < 8e-3
-    # forward and backward of the second and third call
+    # the forward and the backward of the second and the third call are replayed
     assert replays[0] >= 4
 
 
@@ -124,7 +124,7 @@ def test_strides_are_followed(op):
 def test_tensors_may_begin_anywhere(op):
     tensors = inputs()
     wanted = run(op, tensors)
-    # two or four bytes past a multiple of 16
+    # tensors start two or four bytes after a multiple of 16
     beside = [x.new_empty(x.numel() + 1)[1:].view(x.shape).copy_(x.detach()) for x in tensors]
     for _ in range(2):
         got = results(op, (*(x.requires_grad_() for x in beside[:3]), beside[3]))
@@ -165,7 +165,7 @@ def test_replays_follow_the_stream(op):
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
-        # work of another stream would not wait for this
+        # work on another stream would not wait for this
         torch.cuda._sleep(10_000_000)
         with torch.no_grad():
             late = [x.clone() for x in tensors]
