@@ -112,7 +112,7 @@ def search_windows(
         for position in range(block):
             attempt(f"1:{block}", position, hybrid_windows(layers, window, range(position, layers, block)))
     sparsest = [c for c in found if c.pattern == f"1:{max(blocks)}"]
-    # the number of full layers depends on the position if the block length does not divide the number of layers
+    # if a block's length does not divide the number of layers, the number of full layers depends on the position
     best = max(sparsest, key=lambda c: (c.score, -len(c.full)))
     for added in range(1, insert + 1):
         rest = [i for i in range(layers) if i not in best.full]

@@ -76,7 +76,7 @@ def model_fields(family: str, width: int, layers: int, **options: Any) -> dict[s
 
 
 def paper(family: str, size: str) -> Recipe:
-    """Return the recipe of ORYX-TM or ORYX-TG in a size of the paper: the baselines' with twice the learning rate."""
+    """Return the recipe of ORYX-TM or ORYX-TG in a size of the paper, with twice the baselines' learning rate."""
     base = baseline("transformer", size)
     shared = {name: base.model[name] for name in ("vocab_size", "tie_word_embeddings", "max_position_embeddings")}
     peak = 2 * base.optimizer.learning_rate

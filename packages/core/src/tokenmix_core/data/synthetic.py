@@ -278,7 +278,7 @@ def niah(
         words = [source[(first + i) % len(source)] for i in range(count)]
         boundaries = np.cumsum([0, *(len(word) + 1 for word in words)])
         at = int(np.abs(boundaries - depth * boundaries[-1]).argmin())
-        # repeated sentences form a haystack with one sentence per line: no blank at the start of a line
+        # words of repeated sentences contain line breaks: remove the blank that `join` puts after each of these
         text = " ".join([*words[:at], hidden, *words[at:]]).replace("\n ", "\n")
         return text, float(boundaries[at] / max(boundaries[-1], 1))
 

@@ -43,7 +43,7 @@ def round_up(
     (`Mixer.bounds_more_tokens`). Unless `can_round` holds, the arguments are returned unchanged.
     """
     if torch.compiler.is_compiling():
-        # return them unchanged: under torch.compile one graph serves all lengths
+        # change nothing, because under torch.compile one graph serves all lengths
         return input_ids, labels, cu_seqlens
     if input_ids.dim() != 2 or labels.shape != input_ids.shape or (cu_seqlens is not None and cu_seqlens.dim() != 1):
         # return invalid arguments unchanged: the model itself raises the error
