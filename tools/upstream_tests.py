@@ -41,19 +41,26 @@ def selective_state_update(
     z: Tensor | None = None,
     dt_bias: Tensor | None = None,
     dt_softplus: bool = False,
+    state_batch_indices: Tensor | None = None,
 ) -> Tensor:
-    """Compute mamba_ssm's decoding step by `ssd_step`, which has one Δ and one A per head."""
+    """Compute mamba_ssm's decoding step by `ssd_step`, which has one Δ and one A per head.
+
+    `state_batch_indices` is the slot of each row's state in the pool `state`.
+    """
     if x.dim() != 3 or dt.stride(-1) or A.stride(-1) or A.stride(-2):
         pytest.skip("ssd_step has one step size and one decay per head")
     step = dt[..., 0].float() + (0 if dt_bias is None else dt_bias[..., 0])
     step = F.softplus(step) if dt_softplus else step
     # kernels need keys with at least 64 channels
     spare = max(0, 64 - state.shape[-1])
-    q, k = (F.pad(y, (0, spare)).to(x.dtype) for y in (C, B))
-    held = F.pad(state.float(), (0, spare)).mT.contiguous()
-    o = ssd_step(q, k, x, step * A[:, 0, 0], held, dt=step, D=None if D is None else D[:, 0].contiguous())
-    state.copy_(held.mT[..., : state.shape[-1]])
-    return o if z is None else o * F.silu(z)
+    # the tests have B and C in float32 beside 16-bit inputs
+    wide = torch.promote_types(x.dtype, B.dtype)
+    q, k = (F.pad(y, (0, spare)).to(wide) for y in (C, B))
+    pool = F.pad(state.float(), (0, spare)).mT.contiguous()
+    skip, slots = None if D is None else D[:, 0].to(wide), state_batch_indices
+    o = ssd_step(q, k, x.to(wide), step * A[:, 0, 0], pool, dt=step, D=skip, slots=slots)
+    state.copy_(pool.mT[..., : state.shape[-1]])
+    return (o if z is None else o * F.silu(z.to(wide))).to(x.dtype)
 
 
 _FLA = [
