@@ -48,6 +48,22 @@ def test_states_follow_chunks_forks_and_drops(model, ids):
     assert not states.allocated_nbytes
 
 
+@torch.no_grad()
+def test_caches_are_emptied_while_their_last_requests_move_to_another(model, ids):
+    whole, states = model(ids, use_cache=False).logits, RequestStates(model)
+    states.run([Chunk(str(row), 0, 5) for row in range(3)], ids[:3, :5].reshape(1, -1))
+    prompts = states._rows["0"][0]
+    assert states._rows["2"][0] is prompts
+    states.run([Chunk(str(row), 5, 1) for row in range(2)], ids[:2, 5:6].reshape(1, -1))
+    # request 2 still has its states there
+    assert prompts.allocated_nbytes
+    pair = states._rows["0"][0]
+    logits = states.run([Chunk("0", 6, 1), Chunk("2", 5, 1), Chunk("1", 6, 1)], ids[[0, 2, 1], [6, 5, 6]][None])
+    assert not prompts.allocated_nbytes
+    assert not pair.allocated_nbytes
+    assert relative_error(logits, whole[[0, 2, 1], [6, 5, 6]]) < 1e-4
+
+
 @engine
 def test_several_sequences_for_one_prompt(model, ids):
     config = GenerationConfig(max_new_tokens=5, do_sample=True, num_return_sequences=3, pad_token_id=0)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -11,10 +11,11 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 
 from tokenmix_core.modeling.rollback import History, Snapshot
-from tokenmix_core.nn.state import LayerState, Span, copy_all
+from tokenmix_core.nn.state import LayerState, Span, copy_all, map_all
 
 # tensors of each state part of a cache; the last tuple holds the sequences' lengths
 Storage = list[tuple[Tensor, ...]]
+CacheRows = tuple["HybridCache", Sequence[int]]
 
 
 class HybridCache(Cache):
@@ -90,7 +91,7 @@ class HybridCache(Cache):
         span, self.span = self.span, None
         assert span is not None
         if span.fixed:
-            _map(self.layers, lambda x: x[: span.batch])
+            map_all(self.layers, lambda x: x[: span.batch])
         self._batch = span.batch
         self.length += span.tokens
         if self._fixed_lengths is not None:
@@ -109,15 +110,15 @@ class HybridCache(Cache):
             self.broken = True
             if self.span is not None and self.span.fixed:
                 # padding tokens become one more sequence; its initial state does not matter
-                _map(self.layers, lambda x: torch.cat((x, x[:1])))
+                map_all(self.layers, lambda x: torch.cat((x, x[:1])))
         if self.offload_states:
-            _map([self.layers[layer_idx]], lambda x: x.to(device, non_blocking=True))
+            map_all([self.layers[layer_idx]], lambda x: x.to(device, non_blocking=True))
         return self.layers[layer_idx]
 
     def release(self, layer_idx: int) -> None:
         """Move the state of a layer that has run back to CPU memory, if the cache offloads."""
         if self.offload_states:
-            _map([self.layers[layer_idx]], lambda x: x.to("cpu"))
+            map_all([self.layers[layer_idx]], lambda x: x.to("cpu"))
 
     @property
     def fixed(self) -> bool:
@@ -182,7 +183,7 @@ class HybridCache(Cache):
     def leave(self) -> None:
         """Call `loosen` and move the states to copies, so that another cache can use the storage."""
         self.loosen()
-        _map(self.layers, torch.clone)
+        map_all(self.layers, torch.clone)
 
     def next_step(self) -> Span:
         """Return the token layout of the next decoding step of a fixed cache."""
@@ -285,19 +286,24 @@ class HybridCache(Cache):
         """Replace every sequence by `repeats` adjacent copies."""
         self._change_batch(lambda x: x.repeat_interleave(repeats, 0), max(self.batch_size, 0) * repeats)
 
-    def gather_rows(self, sources: Sequence[tuple[HybridCache, Sequence[int]]], lengths: Sequence[int]) -> None:
-        """Replace all sequences by copies of rows of the model's other caches, whose `lengths` are without padding."""
+    def gather_rows(self, sources: Sequence[CacheRows], lengths: Sequence[int], emptied: Container[int] = ()) -> None:
+        """Replace all sequences by copies of rows of the model's other caches, with `lengths` tokens without padding.
+
+        Caches whose `id` is in `emptied` lose their states, layer by layer, as soon as these are copied.
+        """
         self.reset()
         for cache, _ in sources:
             cache._check_whole()
             if cache.history is not None and cache.history.pending:
                 raise ValueError("tokens that crop left pending have no state yet: call the model before gather_rows")
             cache.loosen()
+        counts = [cache._counts()[list(rows)] for cache, rows in sources] if min(lengths) < max(lengths) else None
         for part, *held in zip(self._parts(), *(cache._parts() for cache, _ in sources), strict=True):
             part.gather_rows([(x, rows) for x, (_, rows) in zip(held, sources, strict=True)])
+            for x in (x for x, (cache, _) in zip(held, sources, strict=True) if id(cache) in emptied):
+                x.clear()
         self.length, self.past, self._batch = max(lengths), max(lengths), len(lengths)
-        if min(lengths) < self.past:
-            self.lengths = torch.cat([cache._counts()[list(rows)] for cache, rows in sources])
+        self.lengths = None if counts is None else torch.cat(counts)
 
     def reset(self) -> None:
         """Drop all sequences; a broken cache becomes usable again."""
@@ -381,20 +387,14 @@ class HybridCache(Cache):
             return
         self.ends_in_padding()
         if self.fixed and batch == self._batch:
-            _map(self.layers, lambda x: x.copy_(fn(x)))
+            map_all(self.layers, lambda x: x.copy_(fn(x)))
             assert self._fixed_lengths is not None
             self._fixed_lengths.copy_(fn(self._fixed_lengths))
             self._read = None
             return
         self.loosen()
-        _map(self.layers, fn)
+        map_all(self.layers, fn)
         self.lengths = None if self.lengths is None else fn(self.lengths)
         self._batch = batch
         if self.history is not None:
             self.history.change_batch(self, fn)
-
-
-def _map(layers: list[LayerState], fn: Callable[[Tensor], Tensor]) -> None:
-    for layer in layers:
-        for part in layer.parts.values():
-            part.map_(fn)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Container, Hashable, Mapping, Sequence
 from contextlib import ExitStack
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from tokenmix_core.modeling.cache import HybridCache
+from tokenmix_core.modeling.cache import CacheRows, HybridCache
 from tokenmix_core.modeling.prefixes import Prefixes
 from tokenmix_core.nn.mixer import Mixer
 from tokenmix_core.nn.plain import modules_of, settings_of, third_party_modules
@@ -222,12 +222,13 @@ class RequestStates:
         cache = self._rows[requests[0]][0]
         if cache.batch_size == len(requests) and all(self._rows[x] == (cache, i) for i, x in enumerate(requests)):
             return cache
-        cache = self._gathered(requests)
+        cache = self._gathered(requests, moved=True)
         for i, x in enumerate(requests):
             self._rows[x] = cache, i
         return cache
 
-    def _gathered(self, requests: list[str]) -> HybridCache:
+    def _gathered(self, requests: list[str], *, moved: bool = False) -> HybridCache:
+        """Return a cache with copies of these requests' rows; if `moved`, caches without other requests are emptied."""
         sources: list[tuple[HybridCache, list[int]]] = []
         for cache, row in (self._rows[x] for x in requests):
             if not sources or sources[-1][0] is not cache:
@@ -235,11 +236,12 @@ class RequestStates:
             sources[-1][1].append(row)
         if any(cache is self._decoded for cache, _ in sources):
             self._end_steps()
-        return self._copied(sources, [self._tokens[x] for x in requests])
+        shared = {id(cache) for x, (cache, _) in self._rows.items() if not moved or x not in requests}
+        return self._copied(sources, [self._tokens[x] for x in requests], {id(cache) for cache, _ in sources} - shared)
 
-    def _copied(self, sources: Sequence[tuple[HybridCache, Sequence[int]]], tokens: list[int]) -> HybridCache:
+    def _copied(self, sources: Sequence[CacheRows], tokens: list[int], emptied: Container[int] = ()) -> HybridCache:
         cache = self.model.make_cache()
-        cache.gather_rows(sources, tokens)
+        cache.gather_rows(sources, tokens, emptied)
         return cache
 
 

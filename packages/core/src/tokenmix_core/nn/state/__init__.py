@@ -17,5 +17,6 @@ from tokenmix_core.nn.state.parts import LayerState as LayerState
 from tokenmix_core.nn.state.parts import StatePart as StatePart
 from tokenmix_core.nn.state.parts import TensorState as TensorState
 from tokenmix_core.nn.state.parts import copy_all as copy_all
+from tokenmix_core.nn.state.parts import map_all as map_all
 from tokenmix_core.nn.state.ragged_kv import RaggedKVState as RaggedKVState
 from tokenmix_core.nn.state.ragged_kv import first_taken as first_taken

@@ -245,6 +245,13 @@ class LayerState:
         return f"LayerState({', '.join(f'{name}={type(part).__name__}' for name, part in self.parts.items())})"
 
 
+def map_all(layers: Iterable[LayerState], fn: Callable[[Tensor], Tensor]) -> None:
+    """Replace every tensor of the layers' states by `fn` of it."""
+    for layer in layers:
+        for part in layer.parts.values():
+            part.map_(fn)
+
+
 def copy_all(values: Sequence[Tensor], storage: Sequence[Tensor]) -> None:
     """Copy each value to its tensor in `storage`.
 
