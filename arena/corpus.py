@@ -139,7 +139,7 @@ def folder() -> Path:
 
 
 def tokens() -> Path:
-    """Return the corpus's token file."""
+    """Return the folder of the corpus's token file."""
     return folder() / TOKENS_FOLDER
 
 

@@ -139,7 +139,7 @@ def write(comparison: Comparison) -> Path:
 
 
 class _Judged:
-    """The verdicts on all claims of a size, and the scores on which they are based."""
+    """The verdicts on all claims by the results of one comparison, and the scores on which they are based."""
 
     def __init__(self, comparison: Comparison) -> None:
         self.comparison, self._scores = comparison, {}

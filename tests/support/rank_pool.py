@@ -24,11 +24,12 @@ def ranks(*default: int) -> list[int]:
 
 
 class RankPool:
-    """A pool of `size` processes: `pool(3, check, *args)` runs `check` on three ranks and returns the result of rank 0.
+    """A pool of `most` processes (with gloo more, if TOKENMIX_RANKS asks for them).
 
-    The processes are forked from a server that has imported torch, and can be used for any number of calls. The
-    function must be importable; its first argument is the process group of the ranks. An error on any rank is raised in
-    the caller and ends the processes; the next call starts new ones.
+    `pool(3, check, *args)` runs `check` on the first three processes and returns the result of rank 0. The processes
+    are forked from a server that has imported torch, and can be used for any number of calls. `check` must be
+    importable; its first argument is the process group of the three ranks. If a rank raises an error or does not answer
+    within `timeout` seconds, the call ends all processes and raises an AssertionError; the next call starts new ones.
     """
 
     def __init__(self, most: int = 4, timeout: float = 120.0, backend: str = "gloo"):

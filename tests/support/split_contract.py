@@ -224,9 +224,11 @@ def core_models() -> dict[str, dict[str, Any]]:
 def check_models(
     group: dist.ProcessGroup, model_class: type, configs: dict[str, Any], recompute: bool = False, **inputs: Any
 ) -> dict[str, float | str]:
-    """Return, by model and batch, the largest error of logits, loss and gradients, or a refusal's error message.
+    """Compare training on sequences split over the ranks of `group` with training in a single process.
 
-    If `recompute`, models train with gradient checkpointing. `inputs` are further inputs of the models, for whole rows.
+    Return rank 0's largest relative error of loss, logits and gradients by model and batch (0 on other ranks), and, for
+    a model that refuses to be split, the error message by model. If `recompute`, models train with gradient
+    checkpointing. `inputs` are further inputs of the models, passed unsplit in both cases.
     """
     found: dict[str, float | str] = {}
     for name, config in configs.items():

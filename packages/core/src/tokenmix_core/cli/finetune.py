@@ -24,7 +24,8 @@ def add_finetune(
     """
     sub = add("finetune", summary, example, run, takes_fields=True)
     needed = " ".join(filter(None, ("CHECKPOINT", required, "--out DIR")))
-    # read CHECKPOINT from the remaining arguments, as `train` reads RECIPE
+    # the usage is written by hand, because argparse does not know CHECKPOINT: `_arguments` takes it from the remaining
+    # arguments, as `train` takes RECIPE
     sub.usage = f"{sub.prog} {needed} [--config FILE] [--FIELD VALUE ...]\n       {sub.prog} --resume DIR"
     sub.description = f"{sub.description} CHECKPOINT is the folder of a converted model; --FIELD VALUE as in train."
     sub.set_defaults(needed=needed)

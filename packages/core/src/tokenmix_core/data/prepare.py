@@ -26,8 +26,9 @@ _COMMIT_SECONDS = 10.0
 _SHOWN_BAD_ROWS = 5
 _MOST_WORKERS = 1024
 BUILT_IN_HELD_OUT = 0.05
-# text that precedes a family's name in the hash that decides its split. With this text about 4 % of the text of Python
-# 3.11 to 3.13 is held out, and the training part has no near-duplicates of it
+# prefix of the hash that decides whether a family (a module or package of the standard library) is held out. With this
+# prefix about 4 % of the standard library of Python 3.11 to 3.13 is held out, without near-duplicates in the training
+# part
 _FAMILIES = "module"
 # minimum fraction of families to hold out, so that at least one is held out
 _LEAST_SHARE = 0.013
@@ -253,7 +254,11 @@ def files_read(meta: TokenFileMeta) -> str:
 
 
 def is_held_out(text: str | LongText, share: float) -> bool:
-    """True if a document is held out: as its source decides, or by a hash of its text or of its module's family."""
+    """True if a document is held out; about a fraction `share` of all documents is.
+
+    The source may have decided it (`SplitText`). Otherwise a hash decides: for files of the standard library
+    (`ModuleText`) a hash of the family, the module or package to which the file belongs; else a hash of the text.
+    """
     if isinstance(text, SplitText):
         return text.held_out
     digest = sha256_of(text)

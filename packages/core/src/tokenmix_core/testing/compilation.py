@@ -65,7 +65,10 @@ def compiled_by(
 
 
 def assert_all_fit(kernels: Iterable[dict]) -> None:
-    """Assert that all kernels returned by `compiled_by` have compiled and that their shared memory fits into an SM."""
+    """Assert that all kernels returned by `compiled_by` have compiled, and that none exceeds a block's shared memory.
+
+    The limit is that of Hopper (sm_90), whatever chip the kernels were compiled for.
+    """
     assert [x for x in kernels if x["error"] or x["shared"] > CHIPS["sm_90"]] == []
 
 

@@ -76,7 +76,7 @@ class DerivativeTests:
             torch.func.grad(lambda x: sum(y.square().sum() for y in inner(x).values()))(leaves)
 
     def _summed(self, form: str, options: Mapping[str, Any], impl: str) -> Callable[[dict[str, Tensor]], Tensor]:
-        """Return a function from tensors by name to a scalar that depends on all finite results of `forms[form]`."""
+        """Return a function from tensors by name to the sum of the squares of all results of `forms[form]`."""
         here: Any = self
 
         def run(tensors: dict[str, Tensor]) -> Tensor:

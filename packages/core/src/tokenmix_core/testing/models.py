@@ -320,7 +320,8 @@ class ModelContract(
                 terms = {k: v.detach().sum() for k, v in (out.auxiliary or {}).items() if k.endswith("_loss")}
                 return Losses(out.loss.detach(), terms)
 
-            # on a CPU the emulator captures eager operations, on a GPU a graph captures kernels
+            # eager: the emulator captures PyTorch's operations, which may copy values between tensors and Python; a
+            # CUDA graph would capture kernels
             with graphs_everywhere(eager=True):
                 make = GraphedStep(learner, ids.device) if captured else lambda passes, *given: passes(*given)
             generator, seen = torch.Generator().manual_seed(0), []

@@ -36,10 +36,12 @@ class ScheduleContract:
 
 
 def check_schedules(model: Any, ids: Tensor, inputs: Sequence[dict[str, Any]], count: int) -> None:
-    """Run random schedules of a model in float64.
+    """Serve requests by random schedules, and compare the logits with those of plain forward passes.
+
+    A schedule is a random order of chunks of prompts, decoding steps, crops, forks, snapshots, ends and preemptions.
 
     Args:
-        model: a causal language model.
+        model: a causal language model in float64.
         ids: at least two rows of tokens.
         inputs: extra inputs for mixers; the requests take turns in using them.
         count: number of schedules.

@@ -331,7 +331,7 @@ class MixedRows(Dataset):
 
     @property
     def token_files(self) -> list[TokenFile]:
-        """The token files from which rows are cut, or whose text contains the facts of haystacks."""
+        """The token files from which rows are cut, or whose text fills the haystacks in which facts are hidden."""
         files = [getattr(dataset, "file", getattr(dataset, "text", None)) for dataset in self.datasets]
         return [file for file in files if isinstance(file, TokenFile)]
 

@@ -1,4 +1,8 @@
-"""Attention masks for kernels: dense with a window and sinks, or for tiles of listed keys."""
+"""Attention masks for kernels.
+
+`visible` is for dense attention, with or without causality, window and sinks; `visible_columns` for tiles of listed
+keys (retained keys, gathered by a list of their positions) or of local keys (from the window or chunk of each query).
+"""
 
 import triton
 import triton.language as tl

@@ -21,7 +21,7 @@ from tokenmix_core.ops.slots import at_slots, check_spacing, check_written, firs
 from tokenmix_core.ops.types import Impl
 
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32)
-# row counts and column counts of a head's state `[K, V]` that the kernel supports
+# row counts and column counts of the heads of `state` (padded or split, as in `nn.HeadFit`) that the kernel supports
 _SIZES = (64, 128, 256)
 
 
@@ -152,7 +152,10 @@ def delta_layer_step_reference(
     weights: Sequence[Tensor], A_log: Tensor, dt_bias: Tensor, norm_weight: Tensor, scale: float, max_beta: float,
     eps: float, q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, gate: Tensor | None, *written: Tensor,
 ) -> Tensor:  # fmt: skip
-    """Compute `delta_layer_step` in torch operations: return y, and overwrite `written`: the inputs and the state."""
+    """Compute `delta_layer_step` in torch operations: return y, and overwrite the tensors in `written`.
+
+    `written` holds the last inputs of the convolutions of q, k and v, then the state.
+    """
     *inputs, state = written
     q, k, v = (
         short_conv_step_reference(weight, None, "silu", x.flatten(1), last).view_as(x)

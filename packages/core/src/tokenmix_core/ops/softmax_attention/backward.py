@@ -173,7 +173,7 @@ def _attention_backward_keys(
 def attention_backward(q, k, v, o, lse, do, dlse, cu_seqlens, mask: Mask, scale, selected=None, fill=True, impl=None):
     """Return dq, dk and dv from the gradients of o and of the log-sum-exp (`dlse`, None for zero).
 
-    The other arguments are those of `attention_forward`.
+    The other arguments are the arguments of `attention_forward` and its results, o and lse.
     """
     q, k, v, do = (dense_rows(x) for x in (q, k, v, do))
     if limit(q, k, v) is None and limit(q, k, v, do) is not None:

@@ -1,4 +1,7 @@
-"""The steps between an Oryx layer's projections as one operation, for tokens of both modes: checks and dispatch."""
+"""The steps between an Oryx layer's projections as one operation, for tokens in linear and in attention mode.
+
+This module checks the arguments and selects the implementation.
+"""
 
 from __future__ import annotations
 

@@ -199,8 +199,8 @@ def backward_chunk_kernel(
     b_dq = unnormalise(b_dq, s_q, rq_i, dot_i, K)
     store_result(dq + o_dqk, b_dq.to(dtype), s_dq, HV * K, rows, K)
 
-    # F = −(dY Rᵀ) ⊙ Γ without its diagonal; dK̂ = −γ dY Sᵀ + F β K̂ + β X, with γ and β as diagonal matrices (γ: decays
-    # since the chunk's start)
+    # F = −(dY Rᵀ) ⊙ Γ without its diagonal (dY = dV); dK̂ = −γ dY Sᵀ + F β K̂ + β X (X: see below; γ, the decays since
+    # the chunk's start, and β as diagonal matrices)
     b_f, b_dk = multiply(s_dy, s_r.permute((1, 0)), BT), multiply(s_dy, s_state.permute((1, 0)), K)
     b_f = warpgroup_mma_wait(1, deps=[b_f])
     b_f *= -hopper.causal_decay(b_i, load_gate(p_gates, rows, col), o_i, o_j + 1) * r_i[:, None]

@@ -157,10 +157,11 @@ def scan_states(
 
 @gluon.jit
 def write_outputs(pointers, tiles, results, barriers, s_o, scale, span, HV: gl.constexpr, V: gl.constexpr, options):
-    """Compute and store O = n ⊙ (γ ⊙ Q S + P' R), P' = tril(Q Kᵀ ⊙ Γ) diag(β); γ, Γ: decays as in README.md.
+    """Compute and store O = n ⊙ (γ ⊙ Q S + P' R), P' = tril(Q Kᵀ ⊙ Γ) diag(β), for each chunk.
 
-    n is the scale; with `options.l2norm` it is divided by the norms of Q's rows, which are computed from diag(Q Qᵀ).
-    With `options.save` also store S and R of each chunk.
+    S: state before the chunk; R: residuals of its tokens; γ, Γ: decays (all as in README.md). n is the scale. With
+    `options.l2norm`, n is divided by the norms of Q's rows, computed from diag(Q Qᵀ), and β by the norms of K's rows
+    (the stored gate β r). With `options.save` also store S and R of each chunk.
     """
     L2NORM: gl.constexpr = options.l2norm
     SAVE: gl.constexpr = options.save

@@ -78,7 +78,11 @@ def async_gather_rows(s_x, p_x, o_t, rows, stride: gl.constexpr):
 
 @gluon.jit
 def seen(o_q, o_k, listed, window, UNIT: gl.constexpr, WINDOW: gl.constexpr):
-    """True if the query at `o_q` sees the key at `o_k`; `listed` tells whether the tile's keys are listed keys."""
+    """True if the query at `o_q` sees the key at `o_k`.
+
+    If `listed`, the tile's keys are listed (retained) keys: a query sees those before its first local key (`left_of`).
+    Otherwise they are local keys: a query sees those from its first local key to its own position.
+    """
     b_left = left_of(o_q, window, UNIT, WINDOW)
     b_first = gl.where(listed, 0, b_left)
     b_end = gl.where(listed, b_left, o_q + 1)

@@ -9,7 +9,7 @@ from triton.experimental.gluon.language.nvidia.hopper import async_copy, warpgro
 from tokenmix_core.kernels.gluon import LOG2_E, barrier, mma_layout, wait_async_copies
 from tokenmix_nha.ops.slot_window.hopper.gates import as_left, async_copy_tokens, mma_add_opaque, mma_opaque
 
-# tiles in smem: keys and values of a chunk, queries and do of the window
+# tiles in smem: k and v of a chunk; q and do of BN queries whose windows reach tokens of the chunk
 WindowTiles = namedtuple("WindowTiles", "k v q do")
 # pointers to a query head's rows of a sequence
 WindowPointers = namedtuple("WindowPointers", "q do lse delta")
