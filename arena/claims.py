@@ -22,7 +22,8 @@ class Claim(NamedTuple):
         text: the claim in words.
         task, division, metric: names that select the value by which two variants are compared.
         subject, baseline: the two variants that are compared.
-        bound: difference (subject − baseline) beyond which the claim holds; negative if lower values are better.
+        bound: the claim holds if the difference (subject − baseline) is above this bound or, if lower values are
+            better, below it. The bound has the sign of an improvement for "better", the opposite sign for "no worse".
         shown: how the paper supports the claim.
     """
 

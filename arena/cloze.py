@@ -136,6 +136,6 @@ def names_suite(model: Any, tokenizer: Any, options: EvalOptions) -> SuiteResult
 
 
 def cross_mode_names_suite(model: Any, tokenizer: Any, options: EvalOptions) -> SuiteResult:
-    """Measure the same as `names_suite`, but Oryx reads the code in one mode and predicts the name in another."""
+    """Measure the same as `names_suite` for each pair of Oryx' modes: one for the code, one for the name."""
     modes = {name: (context, prompt) for name, context, prompt in crossed()}
     return _suite("cross-mode-names", model, tokenizer, options, modes)

@@ -121,10 +121,10 @@ class Comparison:
         return self._grid(division, task, contestant)[0]
 
     def selected_rate(self, division: str, task: str, contestant: str) -> float | None:
-        """Return the rate whose runs have the least mean final training loss; None while it is at an end of the grid.
+        """Return the rate whose tuning runs have the least mean final training loss.
 
-        The loss of a diverged run counts as infinite. If the size supports no claims, the best rate of the original
-        grid is taken.
+        The loss of a diverged run counts as infinite. Returns None until all tuning runs have results and the best rate
+        is inside the grid. If the size supports no claims, the best rate of the original grid is taken, even at an end.
         """
         return self._grid(division, task, contestant)[1]
 
@@ -165,7 +165,7 @@ class Comparison:
         )
 
     def cost_runs(self, *divisions: str) -> list[CostRun]:
-        """Return the cost measurements of the given divisions (by default all), sorted by context length."""
+        """Return the cost measurements of the given divisions (by default all), by division, then by context length."""
         found = [
             CostRun(training_division(name, division, self.size), name, length)
             for division in divisions or self.divisions

@@ -67,7 +67,7 @@ class Contestant:
         ablates: name of the contestant of which this is an ablation and whose learning rates it uses.
         capped: whether zero-shot retrieval is measured at several caps on the keys that LTE layers retain.
         kv_budget: function of a size that returns how many tokens full attention retains under each of
-            `EVICTION_METHODS`; each method adds a row to the tables of associative recall.
+            `EVICTION_METHODS`; each method adds a row to the tables of associative recall and zero-shot retrieval.
     """
 
     name: str

@@ -294,7 +294,10 @@ class _Stages:
                 yield packages.Document(document.name, kept.decode()), held
 
     def _leaks(self) -> dict[str, float]:
-        """Write the held-out documents without those lines that share a span of bytes with the training text."""
+        """Write the held-out documents without those lines that share a span of bytes with the training text.
+
+        Return the fractions of spans that occur in the training text, before and after, and the bytes written.
+        """
         candidates = list(_lines(self.folder / _CANDIDATES))
         spans = [Hashes(document.text.encode()).all_spans() for document in candidates]
         known = SpanSet(spans)

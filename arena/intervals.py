@@ -82,7 +82,10 @@ def _deviation(values: np.ndarray) -> float:
 
 
 def _replicates(seeds: Sequence[Groups], side: int) -> tuple[np.ndarray, float | None, int]:
-    """Return replicates of a model's mean, its variance over seeds (None for one seed), and its degrees of freedom."""
+    """Return replicates of a model's mean, the mean's variance, and the degrees of freedom.
+
+    The variance is estimated from the seeds; it is None for a single seed.
+    """
     n = len(seeds)
     means = [_mean(groups) for groups in seeds]
     # each model (`side`) draws its own seeds, but both draw the same examples
@@ -136,7 +139,10 @@ def wilson(successes: int, trials: int) -> tuple[float, float]:
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
-    """Return, for each hypothesis, the level at which Holm's procedure tests it; 0 after one is not rejected."""
+    """Return, for each hypothesis, the level at which Holm's procedure tests it.
+
+    The level is 0 for all hypotheses after the first that is not rejected, in the order of their p-values.
+    """
     order = sorted(range(len(p_values)), key=lambda i: p_values[i])
     levels, rejecting = [0.0] * len(p_values), True
     for rank, i in enumerate(order):

@@ -41,7 +41,7 @@ class Model:
 
 @cache
 def solve(name: str, division: str, size: Size) -> Model:
-    """Return a contestant's model whose parameter count and, in the division `STATE`, state size are `REFERENCE`'s.
+    """Return a contestant's model whose parameters and, in the division `STATE`, state match `REFERENCE`'s in size.
 
     The mixers are not changed; the width of the MLPs is chosen such that the count matches. The count is linear in this
     width, so that two models on the meta device determine it.

@@ -1,4 +1,4 @@
-"""Names that held-out code defines once and uses later; `cloze.py` asks for them."""
+"""Names that first occur in held-out code in their definition and are used later; `cloze.py` asks for them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The order and the expected times of runs, by which a call with a time limit starts only runs that it can finish."""
+"""The order and the expected times of runs, by which `--whole` starts only runs that should end in time."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Schedule:
         return sorted(runs, key=rank)
 
     def remaining(self) -> list[Run]:
-        """Return the runs without a result; if no rate is selected yet, with the first rate of the grid."""
+        """Return the runs without a result; reported runs have the grid's first rate until a rate is selected."""
         found: dict[Run, None] = {}
         for experiment in self.comparison.experiments():
             tuning = self.comparison.tuning_runs(*experiment)

@@ -79,7 +79,7 @@ def _metrics(task: str, suite: str, row: Mapping[str, Any], size: Size) -> Itera
         yield NAMES, row.get("distance", "")
     elif suite.endswith("perplexity-by-position"):
         if row["predictor"] == "model" and row["position"] != "all":
-            # positions in the second half of a text, without the last token, which has no target
+            # a row covers the second half of a text of this length; the last row ends at the last token with a target
             length = int(row["position"].rpartition("-")[2]) + 1
             times = length // size.seq_len
             if times and times & (times - 1) == 0:
@@ -112,7 +112,10 @@ def has_learned(result: Mapping[str, Any], mode: str, metric: str, size: Size) -
 
 
 def steps_to_learn(result: Mapping[str, Any]) -> int | None:
-    """Return the first logged step after which the loss stays below half of ln(largest number of pairs), or None."""
+    """Return the first logged step from which on the loss stays below half of ln(largest number of pairs).
+
+    Returns None if it never does, or if the task has no pairs.
+    """
     pairs = [row["pairs"] for _, row in _rows(result) if "pairs" in row]
     found = None
     for step, loss in reversed(result.get("loss", []) if pairs else []):
@@ -206,7 +209,7 @@ def measured_costs(comparison: Comparison, division: str) -> dict[Variant, dict[
 
 
 def pareto_front(points: Mapping[Variant, tuple[float, float]], *, higher: bool = True) -> list[Variant]:
-    """Return the variants to which no other is superior in both cost and quality, sorted by cost.
+    """Return the variants, sorted by cost, that have a better quality than all variants of equal or lower cost.
 
     Args:
         points: cost and quality of each variant; lower cost is better.

@@ -134,7 +134,10 @@ _CAPPED = ("niah", "names")
 
 
 def _by_cap(suite: Suite) -> Suite:
-    """Return a suite that runs `suite` with LTE's cap of retained keys as in training and with other caps (modes)."""
+    """Return a suite that runs `suite` with LTE's cap of retained keys as in training, then with other caps.
+
+    Each of the other caps is a mode in the rows.
+    """
 
     def run(model: Any, tokenizer: Any, options: EvalOptions) -> SuiteResult:
         result = suite.run(model, tokenizer, options)
@@ -226,7 +229,7 @@ def suites(contestant: Contestant, task: str, size: Size) -> dict[str, EvalOptio
         if contestant.capped and name in _CAPPED and size.corpus:
             replaced = (f"capped-{name}",)
         for suite in replaced:
-            # modes are switched at boundaries of chunks, whose length is that of a training row
+            # measure switches of modes within a training row's length, which holds several chunks of one mode
             lengths = (size.seq_len,) if suite == "switch-perplexity" else options.lengths
             chosen[suite] = replace(options, lengths=lengths)
     return chosen

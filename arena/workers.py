@@ -50,7 +50,10 @@ def run_jobs(
     deadline: float,
     log: Callable[[str], None],
 ) -> Summary:
-    """Run jobs until none is left; if a job fails, log its error and continue with the others."""
+    """Run jobs until none is left or the deadline passes; if a job fails, log its error and continue with the others.
+
+    At the deadline, in seconds since the epoch, no further job starts; `GRACE` seconds later, running jobs are killed.
+    """
     running: dict[InlineWorker | ProcessWorker, Job] = {}
     failed: dict[Job, None] = {}
     try:

@@ -1,8 +1,8 @@
 """Compile the portable kernels of all packages for other chips, without a GPU: `chips.py [--quick] [CHIP ...]`.
 
 docs/chips.json holds, for each chip, how often each kernel was compiled, and its most shared memory and spilled bytes.
-A kernel that fails, or that spills more than there, is an error; `--write` measures again. `--quick` compiles one call
-of each kind, each for one chip.
+A kernel that fails, or that spills more than the file says, is an error; `--write` writes the file. `--quick` compiles
+six calls, each for one chip.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ PACKAGES = ("core", "lte", "nats_l", "nha")
 B, T, HQ, H = 2, 2048, 8, 2
 # calls that a process compiles if there are several processes
 CALLS_PER_JOB = 4
-# the kinds of `--quick`, each with the chip that it is compiled for
+# the calls of `--quick`, each with the chip that it is compiled for
 QUICK = {
     "window and sinks, heads of 16, float16": "sm_89",
     "gated delta rule, heads of 64, float16": "gfx942",
@@ -38,12 +38,12 @@ QUICK = {
     "core: norms": "sm_100",
     "lte: sum of branches": "sm_120",
 }
-# calls whose smallest tiles need more shared memory than a chip has; they raise a ValueError with the workaround
+# calls whose smallest tiles need more shared memory than some chips have; they raise a ValueError with the workaround
 REFUSED = {"gated delta rule, heads of 256, float32", "lte: scorer in torch.float32"}
 
 
 def both(op: Callable, *leaves: torch.Tensor, **options: object) -> None:
-    """Run a forward and a backward pass over tensors without data."""
+    """Run a forward and a backward pass over uninitialised tensors; only shapes and dtypes matter."""
     leaves = tuple(x.requires_grad_() for x in leaves)
     made = op(*leaves, impl="triton", **options)
     outputs = [made] if isinstance(made, torch.Tensor) else [y for y in made if isinstance(y, torch.Tensor)]
@@ -148,7 +148,7 @@ def calls() -> dict[str, Callable[[], object]]:
 
 
 def faults(chip: str, kernels: list[dict], bounds: dict[str, dict]) -> Iterator[str]:
-    """Yield a message for each kernel that failed to compile or spills more than its bound."""
+    """Yield a message for each kernel that did not compile, needs too much shared memory or spills above its bound."""
     for x in kernels:
         refused = x["call"] in REFUSED and "ValueError" in (x["error"] or "") and "impl='reference'" in x["error"]
         if x["error"] and not refused:

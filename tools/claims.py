@@ -1,4 +1,4 @@
-"""Make the sentences of pages that state measurements from the committed rows; `tools/tables.py` writes them.
+"""Make those sentences of READMEs and docs that state measurements, from committed rows; `tools/tables.py` writes them.
 
 Prose that repeats a table by hand differs from the table after the next measurement. A sentence with measurements
 therefore stands between marks, as tables do.

@@ -13,7 +13,10 @@ _MEBIBYTE = 1.0
 
 @dataclass(frozen=True)
 class Goal:
-    """Maximum milliseconds or, with `of_baseline`, maximum ratio to the best baseline; None stands for no goal."""
+    """Maximum milliseconds of the forward pass, and of both passes; None stands for no goal.
+
+    With `of_baseline`, these are maximum ratios to the best baseline's time.
+    """
 
     op: str
     shape: str
@@ -46,7 +49,10 @@ def of(rows: Iterable[dict]) -> list[dict]:
 
 
 def table(rows: Sequence[dict], sweep: Sequence[dict]) -> str:
-    """Return each goal with our time, the best baseline and the verdict; then misses of peak memory and the sweep."""
+    """Return a table of each goal with our time, the best baseline's time and the verdict.
+
+    Below it follow the shapes at which we need more memory than a baseline, and those of `sweep` at which ours is slow.
+    """
     pairs = {(row["op"], row["shape"]): row for row in result_tables.beside(rows)}
     lines = ["| operation | shape | pass | goal, ms | now, ms | best baseline, ms | verdict | Triton, commit |"]
     lines.append("|---|---|---|---|---|---|---|---|")

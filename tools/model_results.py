@@ -125,7 +125,7 @@ def _accuracy(runs: Any) -> str:
 
 
 def _search(found: Any) -> str:
-    """Return the table of each pattern's best position."""
+    """Return the table of the full-attention layers and the accuracy of each pattern that the search has tried."""
     score = next(key for key in found[0] if key.startswith("mqar:"))
     rows = [[row["pattern"], row["which"] or "none", _share(row[score])] for row in found]
     return _table(["pattern", "full layers, from 0", "accuracy"], rows)
@@ -190,7 +190,7 @@ def _passes(found: Sequence[dict[str, Any]]) -> str:
 
 
 def _decode(found: Sequence[dict[str, Any]]) -> str:
-    """Return the table of a Transformer++ token and one of a Llama of equal sizes, where one GPU has measured both."""
+    """Return the table of a decoded token of the Transformer++ and of a Llama of equal sizes, if one GPU timed both."""
     models: dict[tuple[str, str, str], dict[str, dict[str, Any]]] = {}
     for row in found:
         if row["op"].startswith("decoding"):

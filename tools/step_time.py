@@ -52,7 +52,7 @@ def _floors() -> str:
 
     lines = ["| model | matmuls | mixing | activations | loss | weights | floor, ms | thousand tokens/s |"]
     lines.append("|---|---|---|---|---|---|---|---|")
-    # the benchmark's module with the model of the floor
+    # `step_floor.py` is a file of the benchmarks, not of a package
     sys.path.insert(0, str(BENCHMARKS))
     from step_floor import floor
 

@@ -1,7 +1,7 @@
 """A pytest plugin that checks calls against the shapes and dtypes of annotations.
 
-`PYTHONPATH=tests pytest -p support.annotations` is a run of its own, in eager mode: torch.compile cannot trace checks,
-nor Triton compile functions with them.
+`PYTHONPATH=tests pytest -p support.annotations` loads it. It needs a run of its own, in eager mode, because
+torch.compile cannot trace the checks, and Triton cannot compile functions that contain them.
 """
 
 from __future__ import annotations
@@ -13,11 +13,12 @@ from pathlib import Path
 from jaxtyping import install_import_hook
 
 _PACKAGES = ("tokenmix_core", "tokenmix_lte", "tokenmix_nats_l", "tokenmix_nha", "tokenmix_oryx")
-# folders of core whose functions run in eager mode; of operations their public functions and references
+# folders of core whose functions are checked; below `ops` only those in files that `_OF_OPERATIONS` matches, which hold
+# public functions and references and run in eager mode
 _FOLDERS = ("modeling", "nn", "ops")
 _OF_OPERATIONS = re.compile(r"/(api|reference)\.py|ops/fused/(?!\w+_kernels?\.py)\w+\.py")
-# in a module's source: kernels, operators whose schema torch reads from annotations, configurations, whose constructors
-# transformers makes
+# a module is not checked if this matches its source: if it defines kernels, operators (torch reads their schema from
+# annotations) or configurations (transformers makes their constructors)
 _LEFT_OUT = re.compile(r"(triton|gluon)\.jit|(custom|triton)_op\(|library\.define|^class \w*Config\(", re.MULTILINE)
 
 
@@ -27,7 +28,7 @@ def checked_modules() -> list[str]:
     for package in _PACKAGES:
         spec = find_spec(package)
         for root in [] if spec is None else spec.submodule_search_locations or []:
-            # found as files: an import before the hook would leave a module unchecked
+            # search files instead of importing modules: a module imported before the hook would not be checked
             for path in sorted(Path(root).rglob("*.py")):
                 first, *_ = inside = path.relative_to(root).parts
                 if package == "tokenmix_core" and first not in _FOLDERS:

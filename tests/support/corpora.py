@@ -9,7 +9,7 @@ from tokenmix_core.data.prepare import prepare
 
 
 def token_file(folder: Path, documents: Iterable[str], *, held_out: float = 0.1) -> Path:
-    """Write documents below `folder`, tokenise them by bytes, and return the token file."""
+    """Write each document to a file below `folder`, tokenise them by bytes, and return the folder of the token file."""
     texts = folder / "texts"
     texts.mkdir()
     for i, text in enumerate(documents):

@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 Weights = dict[str, Tensor]
-# eps of the norms for which FLA ignores the configuration
+# eps of those norms that FLA makes without the configuration's `norm_eps`
 _DEFAULT_EPS = 1e-5
 
 

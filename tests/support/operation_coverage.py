@@ -12,7 +12,7 @@ from tokenmix_core.ops.explanation import OPERATIONS
 
 
 def operations_of(package: ModuleType) -> set[str]:
-    """Return the names of the public operations of a package's `ops`, and of those that `explain` knows there."""
+    """Return the operations of `package`, a package's `ops`, by name: public functions, and those `explain` knows."""
     home = package.__name__
     public = {name for name in package.__all__ if isfunction(getattr(package, name))}
     known = {name for name, x in OPERATIONS.items() if x.function.__module__.startswith(f"{home}.")}
@@ -20,7 +20,7 @@ def operations_of(package: ModuleType) -> set[str]:
 
 
 def described(tests: Path) -> set[str]:
-    """Return the names of the operations that contracts in a folder of tests cover, according to their files."""
+    """Return the names in the attributes `covers` of contracts in a folder of tests, read from the source."""
     found = set()
     for file in _files(tests, "test_*.py"):
         for statement in ast.walk(file):
@@ -57,7 +57,7 @@ def _calls(x: ast.AST, *names: str) -> bool:
 
 
 def _files(folder: Path, pattern: str) -> Iterator[ast.Module]:
-    """Return the syntax trees of a folder's files, except tests that need a GPU."""
+    """Yield the syntax trees of a folder's files, except tests that need a GPU (`*_gpu.py`)."""
     for path in folder.rglob(pattern):
         if not path.stem.endswith("_gpu"):
             yield ast.parse(path.read_text(encoding="utf-8"))

@@ -50,8 +50,8 @@ class RankPool:
 
     def _start(self) -> None:
         context = multiprocessing.get_context("forkserver")
-        # the server has no path to tests/support, so it imports what the tests need from core; the caller's models too:
-        # ranks that import them at different speeds would exceed the group's timeout
+        # the server imports core's split operations and the caller's models once, because ranks that import them at
+        # different speeds would exceed the group's timeout; it cannot import tests/support, which is not on its path
         models = [name for name in sys.modules if name.startswith("tokenmix_") and name.endswith(".model")]
         context.set_forkserver_preload(["tokenmix_core.parallel", *models])
         store = tempfile.mktemp()

@@ -6,7 +6,10 @@ from tokenmix_core.training import Recipe, overridden
 
 
 def check_shrinks(recipe: Recipe) -> None:
-    """Assert that flags set each size of a recipe's model alone and together, without its labels or heads."""
+    """Assert that flags can set each size of a recipe's model, alone and all together.
+
+    No flags for the layers' mixers or for heads are needed; models of few layers keep as many kinds of mixers as fit.
+    """
     sizes = {"hidden_size": 64, "intermediate_size": 96, "vocab_size": 512, "max_position_embeddings": 128}
     flags = {name: [f"--model.{name}={value}"] for name, value in sizes.items()}
     kinds = set(recipe.model_config().mixers)
@@ -19,5 +22,5 @@ def check_shrinks(recipe: Recipe) -> None:
     together = overridden(
         recipe, ["--model.num_hidden_layers=2", *(flag for given in flags.values() for flag in given)]
     )
-    # a run resumes with the fields in its manifest, which say the same
+    # a resumed run gets the fields from its manifest, which must give the same recipe
     assert overridden(recipe, config=together.values()) == together

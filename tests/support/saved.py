@@ -18,7 +18,7 @@ import torch
 
 
 class SavedContract:
-    """A subclass names the folder of fixtures and the package's command line.
+    """Tests of one folder of fixtures. A subclass `TestX(SavedContract)` sets the attributes.
 
     Attributes:
         folder: the folder of fixtures.
@@ -30,7 +30,7 @@ class SavedContract:
 
     @pytest.fixture
     def saved(self, tmp_path, monkeypatch) -> Path:
-        """Return a copy of the fixtures, in the working directory."""
+        """Return a copy of the fixtures, which becomes the working directory."""
         copy = shutil.copytree(self.folder, tmp_path / "saved")
         monkeypatch.chdir(copy)
         return copy

@@ -18,7 +18,7 @@ TOLERANCE = 1e-12
 
 
 class Layout(NamedTuple):
-    """A batch for the tests, and how its tokens are split over ranks."""
+    """A batch (number of rows, tokens per row, document boundaries) and its layout over ranks: contiguous or zigzag."""
 
     layout: str
     batch: int
@@ -27,9 +27,9 @@ class Layout(NamedTuple):
 
 
 def layouts(size: int) -> list[Layout]:
-    """Return batches for `size` ranks, of rows and of packed documents, in both layouts, some with odd span lengths.
+    """Return batches for `size` ranks, of rows and of packed documents, in both layouts, with odd span lengths.
 
-    Documents end inside spans and at their boundaries, and fill several spans; some are empty or have one token.
+    Documents end inside spans and at the ends of spans, and fill several spans; some are empty or have one token.
     """
     found = []
     for layout, parts in (("contiguous", size), ("zigzag", 2 * size)):
@@ -136,7 +136,7 @@ CASES: dict[str, Case] = {
 
 
 def check_operations(group: dist.ProcessGroup, names: list[str], group_bytes: int | None = None) -> dict[str, float]:
-    """Return, by operation and batch, the largest relative error of values and gradients on the ranks of `group`.
+    """Return, by operation and batch, the largest relative error of values and gradients (on ranks other than 0: 0).
 
     `group_bytes` replaces `overlap.GROUP_BYTES`, so that small exchanges are also divided into groups of heads.
     """
@@ -146,7 +146,7 @@ def check_operations(group: dist.ProcessGroup, names: list[str], group_bytes: in
 
 
 def operation_error(group: dist.ProcessGroup, case: Case, layout: Layout) -> float:
-    """Return the largest relative error of an operation on the ranks of `group`, compared with a single process."""
+    """Return rank 0's largest error of an operation split over `group`, relative to one process; 0 on other ranks."""
     torch.manual_seed(0)
     sequences = layout.batch if layout.boundaries is None else len(layout.boundaries) - 1
     inputs, others = case.inputs(layout.batch, layout.tokens, sequences)
@@ -210,7 +210,7 @@ _OPTIONS: dict[str, dict[str, Any]] = {
 
 
 def core_models() -> dict[str, dict[str, Any]]:
-    """Return the fields of tiny configurations: one with each of core's mixers alone, and some with several mixers."""
+    """Return the fields of tiny configurations: one with each of core's mixers alone, and a hybrid of all of them."""
     patterns = {name: [name] * 2 for name in ("gated_delta_net", "mamba2", "attention")}
     patterns["hybrid"] = ["gated_delta_net", "window", "mamba2", "attention"]
     fields = {"vocab_size": 53, "hidden_size": 16, "intermediate_size": 16, "initializer_range": 0.2, "pad_token_id": 0}
@@ -226,9 +226,9 @@ def check_models(
 ) -> dict[str, float | str]:
     """Compare training on sequences split over the ranks of `group` with training in a single process.
 
-    Return rank 0's largest relative error of loss, logits and gradients by model and batch (0 on other ranks), and, for
-    a model that refuses to be split, the error message by model. If `recompute`, models train with gradient
-    checkpointing. `inputs` are further inputs of the models, passed unsplit in both cases.
+    Return rank 0's largest relative error of loss, logits and gradients by model and batch (0 on other ranks), or, by
+    model, the message with which it refuses to be split. If `recompute`, models train with gradient checkpointing.
+    `inputs` are further inputs of the models, passed unsplit in both cases.
     """
     found: dict[str, float | str] = {}
     for name, config in configs.items():
@@ -247,7 +247,7 @@ def check_models(
 def model_error(
     group: dist.ProcessGroup, model_class: type, config: Any, layout: Layout, recompute: bool = False, **inputs: Any
 ) -> float:
-    """Return the largest error of a model in training mode on the ranks of `group`, compared with a single process."""
+    """Return the error of one model and batch in `check_models`."""
     torch.manual_seed(0)
     model = model_class(config).double().train()
     if recompute:
@@ -278,7 +278,7 @@ def model_error(
 
 
 def split_statistics(group: dist.ProcessGroup, model_class: type, config: Any) -> tuple[dict, dict]:
-    """Return a training step's auxiliary tensors and buffers, computed by the ranks of `group` and by one process."""
+    """Return a training step's auxiliary tensors (no losses) and buffers, by the ranks of `group` and one process."""
     found = []
     tokens = 35 * dist.get_world_size(group)
     for shard in (SequenceShard(tokens, [0, 31, tokens], group=group), None):
@@ -294,7 +294,7 @@ def split_statistics(group: dist.ProcessGroup, model_class: type, config: Any) -
 
 
 def traffic_of(group: dist.ProcessGroup, model_class: type, config: Any) -> tuple[dict, dict]:
-    """Return the bytes that rank 0 of two sends in a step: for one long document, and for documents inside ranks."""
+    """Return the bytes that this rank of two sends in a step: for one long document, and for documents inside ranks."""
     found = []
     for boundaries in ([0, 34], [0, 5, 17, 34]):
         torch.manual_seed(0)

@@ -14,7 +14,10 @@ from tokenmix_core.modeling import split_prefill
 
 
 def split_losses(group: dist.ProcessGroup, model_class: type, config: Any) -> float:
-    """Compare the losses by position of rows of an odd length, split over the ranks of `group`, with one process."""
+    """Return the error of the losses by position, split over the ranks of `group`, relative to one process.
+
+    The rows have 53 predicted tokens, an odd number.
+    """
     torch.manual_seed(0)
     model = model_class(config).double().eval()
     ids = torch.randint(config.vocab_size, (2, 54))
@@ -23,7 +26,10 @@ def split_losses(group: dist.ProcessGroup, model_class: type, config: Any) -> fl
 
 @torch.no_grad()
 def split_prompts(group: dist.ProcessGroup, model_class: type, config: Any) -> dict[int, float]:
-    """Compare, by length of the prompt, a split prompt and two decoding steps after it with one process."""
+    """Return, by length of the prompt, the error of the logits after a split prompt and of two decoding steps after it.
+
+    The errors are relative to one process.
+    """
     errors = {}
     for tokens in (1, 7, 53):
         torch.manual_seed(0)

@@ -17,7 +17,7 @@ from tokenmix_core.parallel import SequenceShard, overlap
 
 
 class _Logged(torch.autograd.Function):
-    """The identity; its backward logs that the gradient of a computation follows."""
+    """The identity on an operation's output; its backward logs "gradient", just before that of the operation runs."""
 
     @staticmethod
     def forward(ctx, x: Tensor, log: list[str]) -> Tensor:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 @contextmanager
 def stalls_forbidden() -> Iterator[None]:
-    """Context manager: whatever waits for the device raises an error; compile and load kernels before."""
+    """Context manager: operations that wait for the device raise an error. Compile and load kernels before."""
     torch.cuda.set_sync_debug_mode("error")
     try:
         yield

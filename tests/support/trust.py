@@ -57,7 +57,7 @@ def run_with_yes(main: Callable[..., int], call: Sequence[str], folder: Path) ->
     """Run a command whose stdin answers every question with yes; return its exit code.
 
     Raises:
-        AssertionError: the folder's code ran, or standard input was asked.
+        AssertionError: the folder's code ran, or the command read standard input although "-" is no argument.
     """
     before, sys.stdin = sys.stdin, io.StringIO("y\n" * 20)
     try:
@@ -70,11 +70,12 @@ def run_with_yes(main: Callable[..., int], call: Sequence[str], folder: Path) ->
 
 
 class TrustContract:
-    """A subclass names the package's command line, and arguments of its commands that read a model's folder.
+    """Tests that commands refuse to run code in a model's folder; a subclass `TestX(TrustContract)` sets attributes.
 
     Attributes:
         main: the package's command line, as `staticmethod`.
-        calls: by command, its arguments after DIR, the folder; OUT is a folder to make.
+        calls: the commands that read a model's folder, besides `generate`, and the arguments after the folder, in which
+            OUT stands for a folder to make.
     """
 
     main: ClassVar[Callable[..., int]]

@@ -71,6 +71,9 @@ def run_on_two_ranks(script: str, *call: str) -> None:
 
 
 def check_sharded_in_bfloat16(config: Any, folder: Path) -> None:
-    """Assert that values and gradients of a sharded model in bfloat16, with float32 rates, are those of one process."""
+    """Assert that losses, gradients and updates of a model sharded by FSDP2 are those of one process.
+
+    The model is in bfloat16; its mixers keep some parameters in float32 (`Mixer.float32`).
+    """
     config.save_pretrained(folder)
     run_on_two_ranks(_IN_BFLOAT16, str(folder), type(config).__module__)

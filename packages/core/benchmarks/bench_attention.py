@@ -145,7 +145,7 @@ def _own_rows(
 
 
 def passes(device: str) -> Iterator[dict]:
-    """Time forward and backward passes separately, ours and libraries'; all backward passes follow our forward pass."""
+    """Time forward and backward passes separately, ours and libraries'; all backward passes get our o and lse."""
     shapes = PASSES if device != "cpu" else [(1, 128, 2, 2, 16, None, False), (1, 300, 2, 1, 16, 32, True)]
     for shape in shapes:
         yield from _passes_rows(*shape, device=device)

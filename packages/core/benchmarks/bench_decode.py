@@ -47,7 +47,7 @@ MODELS = {
     "gated_delta_net_hybrid": [GDN, GDN, GDN, ATTENTION] * 5 + [GDN, GDN],
     "transformer": [ATTENTION] * 24,
 }
-# width, MLP width, heads of attention, heads of the delta rule, head size; on a CPU only the first and last layer run
+# width, MLP width, heads of attention, heads of the delta rule, head size; "tiny" has the first and fourth layer only
 SIZES = {"380m": (1024, 2816, 16, 6, 128), "800m": (1536, 4096, 24, 6, 192), "tiny": (32, 48, 2, 2, 16)}
 # size, batch, prompt, new tokens
 SHAPES = [("380m", 1, 512, 129), ("380m", 32, 512, 129)]
@@ -158,8 +158,8 @@ def _layer_rows(size: str, batch: int, device: str) -> list[dict]:
     options = {"scale": K**-0.5, "impl": None if device == "cpu" else "triton"}
 
     def states() -> tuple[list[Tensor], Tensor]:
-        # the state of sequences that consist of this token only, whose outputs therefore stay the same from step to
-        # step
+        # sequences that repeat one token: their state is always a multiple of k̂ vᵀ, and the norm removes the factor,
+        # so that outputs stay the same from step to step
         last = [x.unsqueeze(-1).repeat(1, 1, width - 1) for x in tokens]
         return last, torch.zeros(batch, *fit.state_shape(H), device=device)
 

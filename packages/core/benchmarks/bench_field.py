@@ -12,8 +12,8 @@ Each baseline is unchanged transformers, which selects kernels by what is instal
 - "transformers, torch": transformers' own functions, whatever is installed. The products of whole chunks in Mamba-2
   need 8 MiB per token at these widths, so this baseline runs out of memory at the first shape.
 
-FLA and mamba_ssm autotune their kernels for some minutes at other head sizes, FLA also at another number of heads and,
-in part, at another batch size. All shapes of `rows` have the same heads, so that a process tunes only once.
+FLA and mamba_ssm autotune their kernels, for some minutes, again for each new head size, FLA also for each number of
+heads and, in some kernels, each batch size. All shapes of `rows` have equal heads, so that a process tunes only once.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ def _model_rows(family: str, shape: tuple[int, int, int, int], device: str) -> l
 
 
 def _decoding_rows(family: str, shape: tuple[int, int, int, int], device: str) -> list[dict]:
-    """Time one token after half of a model's tokens, eagerly; `host_us` is here the host's time for one token.
+    """Time one token after a prompt of T / 2 tokens, eagerly; `host_us` is here the CPU time of one token.
 
     cuDNN's attention is disabled: in four families the first form that reached a number of keys took the host 36 to 76
     ms, as if cuDNN planned for each number, and the form that reached it later took 4 to 10 ms.
@@ -162,8 +162,8 @@ def _model(family: str, width: int, layers: int, device: str) -> Any:
     if device == "cpu":
         return field_model(family, width=width, head=16, state=16, layers=layers)
     head = 128 if family in DELTA_RULE else 64
-    # one group and chunks of 256, as most of the families have; several groups mamba_ssm norms each by itself, where
-    # Mamba2, Bamba and Granite norm all together
+    # one group of heads, and chunks of 256 tokens, as in most of the families. mamba_ssm would normalise several groups
+    # separately, but Mamba2, Bamba and Granite normalise all together
     sizes = {"width": width, "head": head, "state": 128, "layers": layers, "vocab": 32000, "groups": 1, "chunk": 256}
     return field_model(family, device=device, **sizes).bfloat16()
 

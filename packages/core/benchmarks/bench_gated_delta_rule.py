@@ -37,7 +37,7 @@ SHAPES = [
     (8, 4096, 32, 32, 64, 64, False),
     (8, 4096, 6, 6, 256, 256, False),
 ]
-# FLA autotunes for minutes at every new number of heads and head size, so it only runs for these (heads, head size)
+# FLA autotunes for minutes at every new number of heads and head size; of SHAPES, it only runs these (heads, head size)
 FLA_SIZES = {(16, 128), (32, 64)}
 CPU_SHAPES = [(2, 256, 2, 2, 64, 64, False)]
 # shapes that are not in SHAPES: few and many heads, K and V of 64 to 256 and unequal, 64 tokens and more

@@ -1,6 +1,6 @@
 """Time attention to retained keys, to all keys and to a window only, and FlexAttention with the same mask.
 
-Run as a program it prints each row when it is measured: ours alone, or with `--baselines` beside the libraries.
+Run as a program, it prints each row once measured: of our kernels alone or, with `--baselines`, also of libraries.
 """
 
 from __future__ import annotations
@@ -22,7 +22,11 @@ from tokenmix_core.testing.benchmarking import first_call_seconds, measure, meas
 
 
 class Case(NamedTuple):
-    """Sizes of a call: `kept` units per head are retained, or a rule names them; no window: the own unit is local."""
+    """Sizes of a call, as in docs/notation.md.
+
+    `kept` is the number of random units of keys that each head retains, or a rule that `_keep` applies. Without a
+    window, a query's local keys are those of its own unit.
+    """
 
     B: int
     T: int
@@ -93,7 +97,7 @@ def rows(device: str) -> Iterator[dict]:
 
 
 def baselines(device: str) -> Iterator[dict]:
-    """Measure the same cases also with FlashAttention-4, cuDNN and FlexAttention, which compiles a minute per case."""
+    """Measure the same cases also with FlashAttention-4, cuDNN and FlexAttention (a minute to compile per case)."""
     for case in CASES if device != "cpu" else CPU_CASES[:1]:
         yield from _rows(case, device, baselines=True)
 

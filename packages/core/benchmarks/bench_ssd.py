@@ -52,7 +52,7 @@ SWEEP = [
     (2, 4096, 8, 64, 64, 64, False),
 ]
 CPU_SWEEP = [(1, 64, 1, 2, 16, 32, False), (1, 4096, 1, 1, 16, 16, True)]
-# FLA autotunes for minutes at every new number of heads and head size, so it only runs for these (heads, K, V)
+# FLA autotunes for minutes at every new number of heads and head size; of SHAPES, it only runs these (heads, K, V)
 FLA_SIZES = {(16, 128, 128)}
 # batch, groups, heads, K, V
 DECODE_SHAPES = [(1, 16, 16, 128, 128), (32, 16, 16, 128, 128), (128, 16, 16, 128, 128)]

@@ -12,8 +12,8 @@ Before it is timed, each operation, and a model of one layer of each kind, runs 
 number of kernels that this compiled. With `--compile-only` nothing is timed. Two such calls, with `--only
 gated_delta_net` and `--only attention`, can run at once, and leave their kernels in Triton's cache on the disk.
 
-`--fla N` also times FLA's gated delta rule with its `cp_context`, each of whose kernels then tries N of its
-configurations; FLA 0.6 on Hopper needs Triton 3.7.1.
+`--fla N` also times FLA's gated delta rule with its `cp_context`; each of FLA's kernels then autotunes over N of its
+configurations only. FLA 0.6 on Hopper needs Triton 3.7.1.
 
 A measurement that exceeds `--limit` seconds ends its process with the stack of each thread, and so does an error: NCCL
 waits for the other ranks otherwise, also when the interpreter ends.
@@ -158,7 +158,7 @@ def compiled(name: str, run: Callable, shard: SequenceShard | None, device: torc
 
 
 def timed(run: Callable, shard: SequenceShard | None, args: argparse.Namespace, device: torch.device) -> dict[str, Any]:
-    """Return the median of the slowest rank's milliseconds, memory and bytes of one call."""
+    """Return the slowest rank's median milliseconds of a call, and this rank's peak memory and bytes sent per call."""
     cuda = device.type == "cuda"
     times = [called(run, shard, device) for _ in range(args.warmups + args.repeats)]
     middle = torch.tensor(median(times[args.warmups :]), device=device)

@@ -55,7 +55,10 @@ def prepare(recipe: str, folder: Path, *, steps: int, rows: int, length: int) ->
 
 
 def train(folder: Path, package: str, rate: float, rotated: bool, device: torch.device) -> list[float]:
-    """Return the losses of training on the folder's rows; only the loaded model is from the sources."""
+    """Return the losses of training on the folder's rows, in reverse order inside each batch if `rotated`.
+
+    The training loop is this file's, so that only the model comes from the compared sources.
+    """
     from transformers import AutoModelForCausalLM
 
     importlib.import_module(package)
@@ -125,7 +128,7 @@ def main(arguments: Sequence[str] | None = None) -> list[dict[str, Any]]:
             print(f"training {name}", file=sys.stderr, flush=True)
             sources = [str(path.resolve()) for path in sorted(checkout.glob("packages/*/src"))]
             run = [str(checkout.resolve()), str(folder), package, str(given.rate), name, given.device]
-            # these sources precede installed packages
+            # the checkout's sources precede installed packages
             path = os.pathsep.join([*sources, os.environ.get("PYTHONPATH", "")])
             code = f"import runpy; runpy.run_path({str(HERE)!r})['child']()"
             subprocess.run([sys.executable, "-c", code, *run], check=True, env={**os.environ, "PYTHONPATH": path})

@@ -199,7 +199,7 @@ def _read(model: Any, prompt: torch.Tensor) -> Any:
 
 
 def rows(chosen: Sequence[Job], device: torch.device) -> Iterator[dict]:
-    """Yield a row for each job; consecutive jobs that differ only in the number of tokens share a model."""
+    """Yield a row for each job; consecutive jobs with the same recipe, options and share use one model."""
     model, of = None, None
     for job in chosen:
         print(f"{job.model} {job.size}, {job.batch} x {job.after:,}", file=sys.stderr, flush=True)

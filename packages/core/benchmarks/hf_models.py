@@ -32,7 +32,7 @@ def field_config(
     family: str, *, width: int = 32, head: int = 8, state: int = 8, layers: int = 2, vocab: int = 64, groups: int = 2,
     chunk: int = 16,
 ) -> Any:  # fmt: skip
-    """Return a family's configuration whose last layer has attention, if the family permits this, and no other layer.
+    """Return a family's configuration in which only the last layer has attention, if the family permits this.
 
     Args:
         family: a key of `tokenmix_core.integrations.transformers.FAMILIES`.

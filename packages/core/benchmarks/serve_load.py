@@ -81,7 +81,7 @@ class Load:
 
 
 async def run(url: str, requests: int, together: int, pid: int | None) -> dict:
-    """Send all requests, `together` at a time."""
+    """Send all requests, `together` at a time; return the counts, speed and memory to print."""
     limits, left, early = httpx.Limits(max_connections=together), iter(range(requests)), None
     start = time.perf_counter()
     async with httpx.AsyncClient(limits=limits) as http:

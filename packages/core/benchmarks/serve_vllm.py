@@ -6,10 +6,11 @@ python packages/core/benchmarks/serve_vllm.py check nha
 python packages/core/benchmarks/serve_vllm.py time ours --layers 24 --requests 256
 python packages/core/benchmarks/serve_vllm.py time ours --recipe tokenmix_nats_l:nats-l-hybrid-380m
 
-`--quick` starts all processes at once; each timed run waits until it has the GPU alone, and writes its log to
-`FOLDER/NAME.txt`. Timed are `ours` (our hybrid in vLLM), `embedded` (our hybrid in transformers' continuous batching),
-`own` (vLLM's OLMo-Hybrid) and `swapped` (the same with our kernels in its Gated DeltaNet layers), with equal sizes and
-requests. With `--recipe`, `ours` and `embedded` are the model of a recipe, with random weights.
+`--quick` starts all processes at once, except `embedded`, which starts when its turn comes. Each process writes its log
+to `FOLDER/NAME.txt`; after a first run, each waits until it has the GPU alone and is then timed. Timed are `ours` (our
+hybrid in vLLM), `embedded` (our hybrid in transformers' continuous batching), `own` (vLLM's OLMo-Hybrid) and `swapped`
+(the same with our kernels in its Gated DeltaNet layers), with equal sizes and requests. With `--recipe`, `ours` and
+`embedded` are the model of a recipe, with random weights.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from served_by_vllm import engine, generated_tokens, prompts_of, served_tokens, 
 HEADS = {"num_heads": 4, "head_dim": 64}
 SIZES = {"vocab_size": 512, "hidden_size": 256, "intermediate_size": 256, "initializer_range": 0.3, "eos_token_id": 0}
 GDN = {"num_heads": 2, "head_dim": 64, "num_v_heads": 4}
-# label of each layer and its options, by the name of a check; the package and the prefix of its classes
+# by the name of a check: the package, the prefix of its classes, and the options of each layer by the layer's label
 MODELS: dict[str, tuple[str, str, dict[str, dict]]] = {
     "hybrid": ("tokenmix_core.modeling", "Hybrid", {"gated_delta_net": GDN, "attention": HEADS}),
     "nha": (
@@ -86,7 +87,7 @@ def built(name: str, dtype: torch.dtype, device: str) -> Any:
 
 
 def check(name: str) -> None:
-    """Print how many tokens of vLLM equal those of `generate`, and the largest logit that they forgo, per setting."""
+    """Print, for each setting, how many tokens of vLLM equal those of `generate`, and their `worst_gap`."""
     cuda = torch.cuda.is_available()
     floats = {"dtype": "float32"} | ({"attention_config": {"backend": "TRITON_ATTN"}} if cuda else {})
     graphs = {"enforce_eager": False, "max_num_seqs": 6}
@@ -178,7 +179,7 @@ def timed(kind: str, args: argparse.Namespace) -> None:
     options: dict[str, Any] = {"max_num_batched_tokens": 8192, "max_num_seqs": 256}
     options["max_model_len"] = args.max_model_len
     options |= {"enforce_eager": False, "dtype": "bfloat16", "enable_prefix_caching": False}
-    # without measuring the free memory, as several processes share the GPU
+    # set the size of the cache: vLLM would measure the free memory, which several processes share
     options |= {"gpu_memory_utilization": 0.05, "kv_cache_memory_bytes": args.kv_gib << 30}
     if kind == "ours":
         options["additional_config"] = {"state_dtype": args.state_dtype}
@@ -207,7 +208,7 @@ def embedded(folder: Path) -> Callable[[list[list[int]], int], list[list[int]]]:
 
 
 def measure(kind: str, answer: Callable, prompts: list[list[int]], args: argparse.Namespace, started: float) -> None:
-    """Time the requests twice, the second time under the profiler, and print the results."""
+    """Run all requests three times and print the results: a first run, a timed one, and one under the profiler."""
 
     def run(prompts: list[list[int]], new: int) -> float:
         start = time.perf_counter()
@@ -235,7 +236,7 @@ def measure(kind: str, answer: Callable, prompts: list[list[int]], args: argpars
 
 
 def quick(args: argparse.Namespace) -> None:
-    """Run checks and timings, each in a process with a log; stop what runs after `args.seconds`."""
+    """Run checks and timings, each in a process with a log; stop those that still run after `args.seconds`."""
     args.out.mkdir(parents=True, exist_ok=True)
     wait, end = Path(tempfile.mkdtemp()), time.monotonic() + args.seconds
     running: dict[str, subprocess.Popen] = {}

@@ -72,7 +72,7 @@ def generated_tokens(model: Any, prompts: list[list[int]], new: int = NEW, **inp
 
 @torch.no_grad()
 def worst_gap(model: Any, prompts: list[list[int]], tokens: list[list[int]]) -> float:
-    """Return how far a token's logit is below the largest at most, relative to the largest absolute logit."""
+    """Return the largest distance of a token's logit below the maximum, relative to the largest absolute logit."""
     worst = 0.0
     for prompt, new in zip(prompts, tokens, strict=True):
         ids = torch.tensor([prompt + new], device=model.device)

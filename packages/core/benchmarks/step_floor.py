@@ -1,10 +1,11 @@
-"""Compute the floor of a training step: the least possible time of each part on one GPU, by a model.
+"""Compute the floor of a training step: the least possible time of each part on one GPU, by this cost model.
 
 - products: 6 operations per token and weight of every linear layer, the output layer included, at the chip's rate.
 - mixing: three times the mixers' operations of a forward pass, at the same rate.
-- activations: traffic between matmuls, 2 bytes per element. Forward, outputs of matmuls are read and their inputs
-  written once; backward, outputs are read again, gradients of inputs read, and gradients of outputs written. The
-  residual stream, of 4 bytes, is read and written at each norm, and read twice and written once backward.
+- activations: traffic between matmuls, 2 bytes per element. The forward pass reads outputs of matmuls and writes their
+  inputs once; the backward pass reads the outputs again, reads gradients of inputs, and writes gradients of outputs.
+  At each norm, the forward pass reads and writes the residual stream, of 4 bytes per element; the backward pass reads
+  it twice and writes it once.
 - loss: logits written, read, and written as gradients, which two matmuls read.
 - weights: each is read in 4 bytes and written in 2, its gradient read in 2 and written in 4; AdamW and clipping move
   32 bytes.

@@ -10,8 +10,8 @@ One JSON object a line for each recipe and form: thousand tokens a second, their
 step 50 and at the end, the device, versions and commit. Rows of `generate` also have `dtype` (of the weights),
 `one_batch_thousand_tokens_s` (one prompt length and the mean batch size alone; it differs from `fixed` as far as the
 time of a step is not linear in the batch size), `ms_by_batch` (the fastest of five calls with one prompt length, for
-each batch size), and `fixed_prompt_ms` and `varying_prompt_ms` (calls of one new token). `--together N` first lets N
-processes at a time compile the kernels, which wait in Triton's cache on disk for the measurement.
+batch sizes from 1 on), and `fixed_prompt_ms` and `varying_prompt_ms` (calls of one new token). `--together N` first
+lets N processes at a time compile the kernels, which wait in Triton's cache on disk for the measurement.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ SMOKE = Sizes(
 
 
 def config_of(name: str, layers: int, *, smoke: bool = False) -> Any:
-    """Return the configuration of a recipe of core, or of `module:name`, with this number of layers of all its kinds.
+    """Return the configuration of a recipe of core, or of `module:name`, with fewer layers, but all kinds of layers.
 
     Args:
         name: the recipe's name.
@@ -321,7 +321,7 @@ def measure(names: Sequence[str], forms: Sequence[str], sizes: Sizes, given: arg
                 for varying in (False, True) if given.profile else ():
                     title = f"{name}, {form}, {'varying' if varying else 'fixed'}"
                     print(f"==== {title}\n{one.profile(form, varying=varying)}", file=sys.stderr, flush=True)
-            # the other forms are measured nevertheless
+            # go on with the other forms
             except Exception as error:
                 yield {**about, "form": form, "error": f"{type(error).__name__}: {str(error)[:300]}"}
         one = None

@@ -16,7 +16,10 @@ from tokenmix_lte.eviction import eviction_times
 
 
 class Case(NamedTuple):
-    """Sizes of a call: `kept` random keys per head have positive scores; evaluation retains `cap` of them."""
+    """Sizes of a call: `kept` random keys per head have positive scores; evaluation retains `cap` of them.
+
+    `wide` is the window of the baselines.
+    """
 
     B: int
     T: int

@@ -1,7 +1,7 @@
-"""Time NSA's branches, FLA's and SFNSA's NSA, causal attention, a window; the selected branch and FlexAttention.
+"""Time NSA's branches, FLA's and SFNSA's NSA, causal attention and a window; the selected branch and FlexAttention.
 
-With random inputs the lists of neighbouring queries have little in common, the worst case for implementations that
-share reads among queries.
+With random inputs neighbouring queries select mostly different blocks, the worst case for implementations that share
+reads among queries.
 """
 
 from __future__ import annotations
@@ -154,7 +154,7 @@ def _through(gates: Tensor, run: Callable[[], Tensor]) -> Callable[[], Tensor]:
 
 
 def _baselines(case: Case, q: Tensor, k: Tensor, v: Tensor, gates: Tensor) -> dict[str, Callable[[], Tensor]]:
-    """Return FLA's NSA, and SFNSA's, whose gates pass a sigmoid, with pooled blocks of our size, where installed."""
+    """Return, if installed, FLA's NSA, and SFNSA's, which applies a sigmoid to the gates; block sizes equal ours."""
     found: dict[str, Callable[[], Tensor]] = {}
     if fla := installed("fla.ops.nsa:parallel_nsa"):
         options = {"block_counts": case.blocks, "block_size": case.block, "window_size": case.window}

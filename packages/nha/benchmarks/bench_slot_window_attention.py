@@ -78,7 +78,6 @@ def _training_rows(shape: tuple, device: str) -> list[dict]:
     B, T, H, D, M, window = shape
     q, k, v = (_random(B, T, H, D, device=device).requires_grad_() for _ in range(3))
     f = (torch.nn.functional.logsigmoid(torch.randn(B, T, H, M, device=device)) / 8).requires_grad_()
-    # gradients of all four inputs are taken for every implementation
     forwards: dict[str, Callable[[], Tensor]] = {
         "tokenmix": lambda: slot_window_attention(q, k, v, f, window=window, output_final_state=False).o
     }

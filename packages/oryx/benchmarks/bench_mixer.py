@@ -1,9 +1,9 @@
 """The Oryx mixer by length and share of attention, forward and backward, compared with the FLOPs of appendix E.
 
-"mixer" is the layer of the 1.4B model with its projections; "mixing" excludes the six large ones, which costs a copy in
-mixed modes, as these read slices of one GEMM. Both are compiled, as in training with `torch_compile`. Share 1 is
-attention alone, without a linear state; other shares have evenly spaced chunks of 128. The order of tokens, which a
-model computes once for all layers, is given.
+"mixer" is the layer of the 1.4B model with its projections; "mixing" excludes the six large projections. In mixed modes
+"mixing" includes a copy that the layer does not need, because it reads slices of one GEMM's output. Both are compiled,
+as in training with `torch_compile`. Share 1 is attention alone, without a linear state; other shares have evenly spaced
+chunks of 128 tokens in attention mode. The order of tokens, which a model computes once for all layers, is given.
 """
 
 from __future__ import annotations

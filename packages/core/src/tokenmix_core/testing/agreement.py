@@ -31,8 +31,8 @@ def values_and_gradients(
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Return a dict of outputs by name and of the inputs' gradients as `d<name>`, and the upstream gradients used.
 
-    `function` takes the inputs by name and returns a named tuple. If `dtype` is given, inputs and upstream gradients
-    are first converted to it.
+    `function` takes the inputs by name and returns a named tuple or `Results`. If `dtype` is given, inputs and upstream
+    gradients are first converted to it.
     """
     leaves = {name: x.detach().to(dtype or x.dtype, copy=True).requires_grad_() for name, x in inputs.items()}
     outputs = function(**leaves)._asdict()
@@ -60,11 +60,11 @@ def granted(eps: float) -> float:
 
 
 def granted_to_sums(*names: str, times: int = 2) -> Callable[[str, float], float]:
-    """Return a `floor` function for `assert_agrees`: `granted`, but `times` as much for the float32 gradients `names`.
+    """Return a `floor` function for `assert_agrees`: `granted`, but in float32 `times` as much for the results `names`.
 
-    These gradients are sums over tokens whose terms cancel. Measured errors: 1.5e-6 on an H200 for a parameter with one
-    value per head, 2.3 times the error of an implementation with one operation per step; 1.8e-6 for decays in the
-    emulator on a CPU with AVX2, where the reference has 0.5e-6.
+    `names` are gradients, such as "dA_log", that are sums over tokens whose terms cancel. Measured errors: 1.5e-6 on an
+    H200 for a parameter with one value per head, 2.3 times the error of an implementation with one operation per step;
+    1.8e-6 for decays in the emulator on a CPU with AVX2, where the reference has 0.5e-6.
     """
     return lambda name, eps: granted(eps) * (times if name in names and eps < 1e-5 else 1)
 
@@ -129,10 +129,11 @@ class RoundedProducts(TorchDispatchMode):
 
 
 def with_scanned_sums(function: Callable) -> Callable:
-    """Return the function, with cumulative sums along the last axis computed in the order of parallel scans.
+    """Return `function`, with cumulative sums along the last axis computed in the order of parallel scans.
 
     Differences of such sums have larger rounding errors than differences of sequential sums, in which more errors
-    cancel. Factors such as exp(b_last - b_t) then have larger errors, as in kernels.
+    cancel. Decays such as exp(b_C − b_t), b the cumulative log-decays in a chunk of C tokens, then have larger errors,
+    as in kernels.
     """
 
     def scanned(**inputs):

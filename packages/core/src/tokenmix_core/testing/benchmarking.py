@@ -1,8 +1,8 @@
 """Benchmarks of several implementations: interleaved median times, peak memory, CPU overhead, first-call seconds.
 
-Each benchmark module has a function `rows(device)` that yields the rows made by `measure`. A row has the keys `op,
-shape, impl, fwd_ms, fwdbwd_ms, peak_mb, host_us, first_call_s`. For a baseline that raises an error, the row has the
-error under `failed` instead of times.
+Each benchmark module has a function `rows(device)` that yields the rows made by `measure` and its variants. A row has
+the keys `op, shape, impl, fwd_ms, fwdbwd_ms, peak_mb, host_us, first_call_s`. If a baseline fails (see `able`), the row
+has the reason under `failed`, and None instead of times.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ def interleaved_medians(
                 run()
                 times[name].append((time.perf_counter() - start) * 1e3)
         return {name: statistics.median(x) for name, x in times.items()}
-    # milliseconds of device sleep: three times the time that the host needs to enqueue the run, from 1 to 20 ms; 1 ns
-    # is about two cycles
+    # cycles, each of about half a nanosecond, for which the device sleeps before a run: three times the CPU time to
+    # enqueue the run, at least 1 ms and at most 20 ms
     host = {name: host_microseconds(run, device, repeats=3) or 0.0 for name, run in runs.items()}
     cycles = {name: int(2000 * min(max(1000.0, 3 * us), 20_000.0)) for name, us in host.items()}
     flush = torch.empty(256 << 20, dtype=torch.int8, device=device)
@@ -194,9 +194,9 @@ def measure(
     """Return one row per implementation at one shape, with interleaved times of forward and of forward with backward.
 
     `forwards` maps an implementation's name to a function without arguments that returns the output; the first one is
-    ours, the others are baselines. A baseline that fails in `able` has a row with the error. Gradients are taken with
-    respect to `inputs`. `first_calls` maps an implementation's name to a function that measures its first call in
-    seconds.
+    ours, the others are baselines. A baseline that fails in `able`, which takes `alike`, has a row with the reason.
+    Gradients are taken with respect to `inputs`. `first_calls` maps an implementation's name to a function that
+    measures its first call in seconds. Times are medians of `repeats` calls.
     """
     forwards, failed = able(forwards, inputs, alike)
 
@@ -262,7 +262,7 @@ def measure_forms(
 
 
 def document_boundaries(device: str, documents: int = 100, tokens: int = 152_497) -> Tensor:
-    """Return `cu_seqlens` of packed documents of about 70 to 7,000 tokens, with lengths as in a corpus."""
+    """Return `cu_seqlens` of packed documents with log-uniform lengths, by default of about 70 to 7,000 tokens each."""
     generator = torch.Generator().manual_seed(0)
     spread = (torch.rand(documents, generator=generator) * math.log(100)).exp()
     lengths = (spread / spread.sum() * tokens).long().clamp(min=1)

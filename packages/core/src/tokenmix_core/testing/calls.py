@@ -1,4 +1,4 @@
-"""Descriptions of calls of operations, which contracts use."""
+"""Types in which the contracts of operations (`OpContract`) describe calls."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class Call(NamedTuple):
     """The arguments of a call, by name.
 
     Attributes:
-        tensors: the arguments that have gradients.
+        tensors: the arguments that have gradients; if the operation has no gradients, its tensors to vary.
         options: the other arguments.
     """
 

@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def relative_error(x: Tensor, reference: Tensor) -> float:
-    """Return ‖x − reference‖ / ‖reference‖ in float64; ‖x‖ if the reference is zero; inf if x is not finite."""
+    """Return ‖x − reference‖ / ‖reference‖ in float64; ‖x‖ if the reference is zero; inf if x contains inf or NaN."""
     x, reference = x.detach().double().cpu(), reference.detach().double().cpu()
     if x.shape != reference.shape:
         raise AssertionError(f"shapes differ: {list(x.shape)} and {list(reference.shape)}")
@@ -24,7 +24,7 @@ def assert_within(
     """Assert that the error of x is at most `factor` times the error of `baseline`, the eager reference in x's dtype.
 
     `exact` is the float64 reference. An error up to `floor` is always allowed, because the baseline may be exact by
-    chance; by default `floor` is the error of rounding the exact result to x's dtype.
+    chance; by default `floor` is the eps of x's dtype, twice the greatest error of rounding the exact result to it.
     """
     if floor is None:
         floor = torch.finfo(x.dtype).eps

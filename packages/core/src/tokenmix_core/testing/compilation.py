@@ -39,7 +39,7 @@ _ON_AMD = (
 
 
 def without_gpu(test: Callable) -> Callable:
-    """Mark a test that compiles kernels for minutes; machines with a GPU skip it, because it needs none."""
+    """Mark a test that compiles kernels for minutes; machines with a GPU skip it: their other tests compile kernels."""
     there = pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled there by all tests")
     return pytest.mark.slow(pytest.mark.timeout(3600)(there(test)))
 
@@ -47,10 +47,13 @@ def without_gpu(test: Callable) -> Callable:
 def compiled_by(
     script: str, *arguments: str, every: bool = False, chip: str = "sm_90", log: Path | None = None
 ) -> list[dict]:
-    """Run, in a process of its own, a script that calls `compile_calls`; return the printed lines, or raise its error.
+    """Run, in a process of its own, a script that calls `compile_calls`; return the printed lines that name a kernel.
 
     With `every`, all launches of a kernel with different arguments are compiled, not only the first. The lines are
     appended to the file `log`, whose lines of earlier runs are also returned.
+
+    Raises:
+        RuntimeError: the script failed.
     """
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment |= {_CHIP: chip} | ({_EVERY: "1"} if every else {})
@@ -82,14 +85,14 @@ def compile_calls(
     """Make calls with tensors on the CPU, compile the Gluon kernels that they launch, and print a line per kernel.
 
     A line is JSON with the call, the kernel, the bytes of shared memory (`shared`), the bytes of registers that a
-    thread spills (`spilled`) and the `error`, or None. For a call without kernels, the line has None as the kernel.
-    Portable kernels are made smaller until they fit on the chip.
+    thread spills (`spilled`) and the `error`, or None. For a call without kernels, the line has None as the kernel. The
+    tiles of portable kernels are made smaller until they fit on the chip. If kernel and chip support PDL, the kernel is
+    compiled only with PDL; with `every` of `compiled_by`, Gluon kernels are compiled with and without it.
 
     Args:
         calls: functions that make the calls, by name.
         packages: names of the packages that contain the operations.
-        portable: compile the Triton kernels instead of the Gluon kernels; those that support PDL are compiled only with
-            PDL.
+        portable: compile the Triton kernels instead of the Gluon kernels.
         chips: for calls by name, another chip than that of `compiled_by`; either all chips are NVIDIA's, or none is.
         seconds: no call begins later than this many seconds after the start.
     """

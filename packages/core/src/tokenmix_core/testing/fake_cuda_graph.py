@@ -1,8 +1,8 @@
-"""An emulator of CUDA graphs for any device: it captures work by operations, and replays it on the same tensors.
+"""An emulator of CUDA graphs for any device: it records the operations of a function, and replays them.
 
 Like a CUDA graph, a capture fixes all Python values, reads and writes the tensors that existed at capture, and must not
-wait for the device (`eager` permits this to eager operations). Unlike a graph, it has no streams and allocates each
-temporary tensor separately, so it cannot show errors from the reuse of a graph's memory.
+wait for the device (unless `eager`, for eager forms of operations that read values). Unlike a graph, it has no streams
+and allocates each temporary tensor separately, so it cannot show errors from the reuse of a graph's memory.
 """
 
 from __future__ import annotations
@@ -178,7 +178,7 @@ def _with_schema(func, args, kwargs):
 def graphs_everywhere(*, eager: bool = False) -> Iterator[list]:
     """Context manager: on every device, decoding steps and training passes are captured and replayed as on CUDA.
 
-    Yields a list to which each captured function is appended.
+    Yields a list to which each captured function is appended. `eager` is the same as for `Watched`.
     """
     works: list[Callable[[], object]] = []
 
@@ -193,7 +193,7 @@ def graphs_everywhere(*, eager: bool = False) -> Iterator[list]:
 
 
 def assert_graphs_train_alike(recipe: Any, folder: Path, *, steps: int = 8, tolerance: float = 1e-3) -> None:
-    """Assert on a GPU that a recipe's first steps are captured as CUDA graphs and have the losses of eager steps."""
+    """Assert that a GPU captures a recipe's steps as CUDA graphs, with the losses and gradient norms of eager steps."""
     from tokenmix_core.training.callbacks import read_metrics
     from tokenmix_core.training.folder import METRICS
     from tokenmix_core.training.recipe import Tokens

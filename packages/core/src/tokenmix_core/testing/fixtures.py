@@ -72,7 +72,10 @@ def override() -> Iterator[Callable[..., None]]:
 
 @pytest.fixture(autouse=True)
 def unwritten_memory_is_nan(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Fill the memory of `torch.empty` with NaN if kernels are interpreted, to show elements that no kernel writes."""
+    """In tests below a folder `ops` whose kernels are interpreted, fill the memory of `torch.empty` with NaN.
+
+    Elements that no kernel writes then show in the results.
+    """
     poisoned = "ops" in request.path.parts and not torch.cuda.is_available()
     if poisoned:
         # deterministic mode fills uninitialised memory, which is its only effect needed here

@@ -245,7 +245,7 @@ _ASSEMBLY: dict[str, Callable] = {
 
 
 def _assembly(asm: str, constraints: str, args: Sequence[Tensor], **options) -> Tensor | None:
-    """Emulate `_ASSEMBLY`, in which two columns share a word for "prmt"; other code, which only hides x, returns x."""
+    """Emulate `_ASSEMBLY` ("prmt": the sign, 0 or −1, of a word's low or, in odd columns, high half); else return x."""
     return _ASSEMBLY.get(asm.partition(".")[0], lambda x=None, *_: x)(*args)
 
 
@@ -332,7 +332,7 @@ def _emulated_modules() -> dict[str, ModuleType]:
 
 
 def _rebound(function: Any, language: ModuleType) -> FunctionType:
-    """Return the Python code of a Triton device function, in which the device functions it calls are emulated."""
+    """Return a Triton device function as a Python function; the device functions that it calls are emulated too."""
     python = function.fn
     scope = python.__globals__
     known = {name: scope[name] for name in python.__code__.co_names if name in scope}

@@ -54,8 +54,8 @@ class InterleavingContract:
     def model(self, case) -> HybridForCausalLM:
         known = {**self.others, **self.mixers}
         config_class, causal_lm = self.configs.get(case, (HybridConfig, HybridForCausalLM))
-        # the package's own model has one layer per mixer; a pair alternates twice, so that each mixer also follows the
-        # other
+        # the package's own model has one layer per mixer; a pair has four layers, in which the two mixers alternate, so
+        # that each mixer also follows the other
         labels = list(known) if case in self.configs else case.split() * 2
         torch.manual_seed(0)
         config = config_class(

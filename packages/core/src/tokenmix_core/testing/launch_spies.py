@@ -101,7 +101,10 @@ def _let_launches_be_taken(patch: pytest.MonkeyPatch, launches: list | None = No
 
 
 class _Packed:
-    """A launch, stored with the dtypes and addresses of its tensors instead of the tensors."""
+    """A launch, stored with the dtypes of its tensors instead of the tensors.
+
+    `pointers` maps a tensor's index in `args` to the index of an address that a replay passes, and an offset in bytes.
+    """
 
     def __init__(self, kernel: Any, grid: tuple, args: tuple, pointers: dict[int, tuple[int, int]]) -> None:
         self.kernel, self.grid, self.pointers = kernel, grid, pointers
@@ -130,7 +133,7 @@ class _Interpreted:
 
 
 def _launch(launches: list[_Packed], packed: bytes, addresses: tuple) -> None:
-    """Replacement of the C launcher: run the interpreted kernels whose indices are packed."""
+    """Replacement of the C launcher: run the interpreted kernels whose indices are packed on tensors at `addresses`."""
     for (number,) in struct.iter_unpack("q", packed):
         found = launches[number]
         args, known = list(found.args), {}

@@ -55,13 +55,16 @@ def laid_out(options: Mapping[str, Any], layout: Layout) -> dict[str, Any]:
 
 
 def unwritten(x: Tensor, size: Iterable[int]) -> Tensor:
-    """Return a tensor of NaN, or of the greatest integer, so that results show whether its elements are read."""
+    """Return a tensor of this size, with x's dtype and device, filled with NaN, True or the greatest integer.
+
+    Results then show whether its elements are read.
+    """
     greatest: Any = torch.nan if x.is_floating_point() else True if x.dtype == torch.bool else torch.iinfo(x.dtype).max
     return x.new_full(tuple(size), greatest)
 
 
 def transposed(x: Tensor) -> Tensor:
-    """Return x with its second and third axis exchanged in memory; a matrix with its two axes."""
+    """Return x with its second and third axis exchanged in memory; a matrix with its two axes; a vector as `offset`."""
     if x.dim() < 2:
         return offset(x)
     axes = (0, 1) if x.dim() == 2 else (1, 2)
@@ -109,7 +112,10 @@ def expanded(*axes: int) -> Callable[[Tensor], Tensor]:
 
 
 def repeated_rows_and_heads(tensors: Named) -> dict[str, Tensor]:
-    """Repeat the first element of every second tensor along its first axis, and of all others along the third axis."""
+    """Repeat each tensor's first element by strides of 0: along the first axis, or along the third axis (heads).
+
+    The latter holds for every second tensor, if it has three axes.
+    """
     changes = (expanded(0), expanded(2))
     return {name: changes[i % 2 and x.dim() > 2](x) for i, (name, x) in enumerate(tensors.items())}
 

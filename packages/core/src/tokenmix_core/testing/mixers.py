@@ -86,7 +86,7 @@ class MixerContract:
 
     Attributes:
         cases: functions, by name, each of which returns a mixer of width `width`.
-        width: D.
+        width: D, the size of a token's vector.
         tokens: length of the test sequences; exceeds all windows in the cases.
         inputs: further inputs that every call passes to the mixer.
     """
@@ -113,7 +113,7 @@ class MixerContract:
         return torch.randn(3, self.tokens, self.width, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
 
     def trained(self, x: Tensor) -> dict:
-        """Return the further inputs with which a call in training should be made."""
+        """Return the further inputs of a call in training with the tokens x."""
         return self.inputs
 
     @torch.no_grad()

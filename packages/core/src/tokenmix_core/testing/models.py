@@ -101,7 +101,7 @@ class ModelContract(
         for parts in ([1] * self.tokens, random_parts(self.tokens, rng), random_parts(self.tokens, rng)):
             assert relative_error(logits_in_parts(model, ids, parts, **self.inputs), whole) < 1e-4, parts
 
-    # with lengths of at most 4, the first parts into which the sequences are split contain only padding
+    # with 4, every row begins with at least four padding tokens, so that the first parts of a split can be only padding
     @pytest.mark.parametrize("padded_everywhere", [0, 4])
     @torch.no_grad()
     def test_padding_changes_nothing_in_any_split(self, model, ids, padded_everywhere):

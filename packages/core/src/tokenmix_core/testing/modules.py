@@ -33,7 +33,9 @@ def own_modules(model: nn.Module) -> dict[str, nn.Module]:
 
 
 class Forms:
-    """The uses of a model in `names`: `forms(name)` makes one call and returns its results as a vector.
+    """The uses of a model in `names`: `forms(name)` runs one of them and returns its loss or logits as a vector.
+
+    "evaluation" returns both.
 
     Args:
         model: a causal language model.
@@ -77,7 +79,7 @@ class Forms:
 
 
 def moved(x: Any, generator: torch.Generator, scale: float = 2.0) -> Any:
-    """Return x plus noise whose RMS is `scale` times that of x, a parameter or a module's output (also nested)."""
+    """Return x plus noise whose RMS is `scale` times that of x; x may be a list or tuple, also nested."""
     if isinstance(x, Tensor):
         size = x.detach().double().square().mean().sqrt().item() or 1.0
         noise = torch.randn(x.shape, generator=generator, dtype=torch.float64)
@@ -147,7 +149,7 @@ class ModulesContract:
             handle.remove()
         for i, n in enumerate(lengths):
             assert relative_error(together[i, -n:], alone[i]) < 1e-4, n
-            # if a row is padded, the hook has changed its last position, which is padding and has no loss
+            # in a padded row, the hook has changed only the last position, which is padding after the tokens compared
             assert n == tokens or relative_error(right[i, :n], plain[i, :n]) < 1e-4, n
 
     @torch.no_grad()

@@ -66,8 +66,6 @@ Malformed = Mapping[str, tuple[Any, str]]
 class OpContract(DerivativeTests, LayoutTests, PaddingTests, RefusalTests, SlotTests):
     """Tests of an operation. A subclass `TestX(OpContract)` describes the operation's properties by attributes.
 
-    The attribute `absent` names the properties that the operation lacks.
-
     Attributes:
         covers: the public functions that the tests cover.
         absent: maps the attribute of each missing property to the reason why the operation lacks the property.
@@ -77,7 +75,7 @@ class OpContract(DerivativeTests, LayoutTests, PaddingTests, RefusalTests, SlotT
         eager: implementations that run on any device; they are compared with the definition in float64.
         tokens: arguments whose second axis is that of tokens.
         grows: further arguments whose second axis depends on the number of tokens.
-        past: arguments among `tokens` that a part of a split call gets from the whole call's first token on.
+        past: arguments among `tokens`, such as keys, of which a part of a split call also gets all earlier tokens.
         state: names of the argument for the initial state, and of the result that is the final state.
         final: names of the results that have one entry per sequence; by default the final state.
         shared: arguments without a batch axis.
@@ -86,8 +84,7 @@ class OpContract(DerivativeTests, LayoutTests, PaddingTests, RefusalTests, SlotT
         lengths: values of T at which a chunk or tile ends or begins.
         kernels: `KernelCase`s or sizes of calls, by name, that are tested with the kernels.
         factor: maximum error of the kernels, as a multiple of the eager reference's error.
-        floor: maps a result's name and the eps of the inputs' dtype to the error that is always allowed; by default
-            that of `assert_agrees`.
+        floor: maps a result's name and the inputs' eps to an error that is always allowed, as in `assert_agrees`.
         long: two lengths at which the grids of the kernels are compared.
         parts: sizes of calls, by name, that are repeated with the tokens split into several parts.
         step: the function that computes one token and overwrites its argument `state`, and the sizes of a call that it
@@ -98,8 +95,8 @@ class OpContract(DerivativeTests, LayoutTests, PaddingTests, RefusalTests, SlotT
         traced: sizes, except T, of a call that torch.compile traces.
         traced_lengths: the values of T for the traced call.
         replayed: sizes of a call that the launch cache replays.
-        operators: a method that takes the device and yields torch's custom ops, each with its arguments and, if not all
-            checks apply, the names of those that do.
+        operators: a method that takes the device and yields the operation's torch custom ops, each with its arguments
+            and, if not all checks of `opcheck` apply, the names of those that do.
         malformed: by case, invalid arguments (or a function that changes valid arguments) and words of the error
             message. The arguments replace those of a valid call with the sizes `valid`.
     """

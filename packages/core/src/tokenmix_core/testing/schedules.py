@@ -22,7 +22,7 @@ _FEW, _STEPS, _BLOCK, _KEPT = 8, 8, 4, 4
 
 
 class ScheduleContract:
-    """Tests random schedules in float64: chunks of prompts, decoding, crops, forks, snapshots, ends and preemptions.
+    """Tests that requests served in random orders have the logits of plain forward passes, in float64.
 
     Attributes:
         schedule_inputs: extra inputs for mixers; the requests take turns in using them.
@@ -135,7 +135,7 @@ class _Schedule:
         self._begin(row, max(prompt, done), name)
 
     def _crop(self, name: str) -> None:
-        """Compute several tokens at once, as if they were drafted, then remove some of the last ones; repeat this."""
+        """Compute several tokens at once, as if they were drafted, remove some of the last ones, and compute more."""
         row, _, done = self.running[name]
         if not done or done + 2 > self.tokens:
             return

@@ -17,7 +17,10 @@ SLOTS = (-1, 3, -1, 1)
 
 
 def poisoned_pool(state: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return a pool of five slots with two states in slots 3 and 1, and its memory; all other memory is NaN."""
+    """Return a pool of five slots with the two states in slots 3 and 1, and its memory `[5, 2 · size of a state]`.
+
+    All other memory is NaN.
+    """
     memory = torch.full((5, 2 * state[0].numel()), torch.nan, dtype=dtype, device=state.device)
     pool = memory[:, : state[0].numel()].view(5, *state.shape[1:])
     pool[3], pool[1] = state.to(dtype)
@@ -92,7 +95,8 @@ class SlotTests:
             step(**token, state=wide, slots=torch.tensor([0, 1], dtype=torch.int32))
 
 
-# the slots of the five sequences of `PrefillTests`, of a pool of eight; the first two start from a zero state
+# the slots of the five sequences of `PrefillTests`, of a pool of eight. Two sequences start from a zero state: the
+# first, which has no slot, and the second, which is fresh
 PREFILL_SLOTS, FRESH = (-1, 6, 3, 0, 5), (False, True, False, False, False)
 
 
@@ -101,8 +105,8 @@ def prefill_in_slots(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Prefill five sequences in `PREFILL_SLOTS`; return outputs, and the final states of the last four sequences.
 
-    The memory of the pool is NaN, except for the slots that the call may read, which hold the last three states.
-    Asserts that the call writes to no other memory.
+    The pool's memory is NaN, except for slots 3, 0 and 5, which the call may read and which hold the last three states.
+    Asserts that the call writes only to these slots and slot 6. `index` is the dtype of the slots.
     """
     size, device = state[0].numel(), state.device
     memory = torch.full((8, 2 * size), torch.nan, dtype=state.dtype, device=device)

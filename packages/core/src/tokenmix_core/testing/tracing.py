@@ -45,7 +45,7 @@ def _shapes_of(graph: GraphModule, _: Sequence[Tensor]) -> Callable:
 
 
 def by_kernels(model: Model) -> Model:
-    """Set `impl` of every module to "triton", the choice on a GPU, and return the model."""
+    """Set `impl` to "triton", the choice on a GPU, in every module that has it, and return the model."""
     module: Any
     for module in model.modules():
         if hasattr(module, "impl"):
