@@ -86,7 +86,7 @@ def judge(claims: Sequence[Claim], scores_of: Callable[[Claim], Scores | None]) 
 
     Args:
         claims: all claims of the paper.
-        scores_of: returns the scores for the task and division of a claim; None if the size supports no claims.
+        scores_of: returns the scores for the task and division of a claim; None if `Size.supports_claims` is False.
     """
     found: list[Verdict] = []
     for claim in claims:

@@ -64,7 +64,7 @@ class CostRun(NamedTuple):
 
 @dataclass(frozen=True)
 class Comparison:
-    """All runs of a size, or of a part of it, and their results.
+    """All runs that a `Size`, the settings of a comparison, defines, or a part of them; and their results.
 
     Attributes:
         size: the settings of all runs.
@@ -104,7 +104,7 @@ class Comparison:
         return [c.name for c in eligible(division) if c.name in self.contestants]
 
     def experiments(self) -> list[Experiment]:
-        """Return all experiments, each once, in the order of the rows of tables."""
+        """Return all experiments, each once, by division, task and contestant, as in tables."""
         found = [
             Experiment(training_division(contestant, division, self.size), task, contestant)
             for division in self.divisions

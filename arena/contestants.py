@@ -314,7 +314,7 @@ CONTESTANTS = {
         ),
     )
 }
-# the contestants of a size that names no contestants
+# the contestants of a comparison whose `Size` names none
 DEFAULT_CONTESTANTS = tuple(name for name, contestant in CONTESTANTS.items() if not contestant.on_request)
 
 

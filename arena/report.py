@@ -1,4 +1,4 @@
-"""The report of a size, made from stored results: one page per paper, and an overview with tables and plots."""
+"""The report of one comparison, made from stored results: a page per paper, and an overview with tables and plots."""
 
 from __future__ import annotations
 
@@ -150,7 +150,7 @@ class _Judged:
             self.verdicts |= {claim.name: verdict for claim, verdict in zip(claims, judged, strict=True)}
 
     def scores(self, claim: Claim) -> Scores | None:
-        """Return the scores for the task of a claim; None if the size supports no claims."""
+        """Return the scores for the task of a claim; None if the comparison's `Size` supports no claims."""
         return self.of(claim.division, claim.task) if self.comparison.size.supports_claims else None
 
     def of(self, division: str, task: str) -> Scores:

@@ -35,7 +35,10 @@ def label(variant: Variant) -> str:
 
 
 def belongs(division: str, variant: Variant) -> bool:
-    """True if a variant belongs to a division: `STATE` excludes modes that need a growing, `droppable` state."""
+    """True if a variant belongs to a division.
+
+    `STATE` excludes modes in which a contestant needs the parts of its state that it may drop in the mode `BOUNDED`.
+    """
     contestant, mode = variant
     return division == PARAMETERS or not CONTESTANTS[contestant].droppable or mode == BOUNDED
 

@@ -209,7 +209,7 @@ RECALL_1M = replace(
     contestants=_RECALL,
     tasks=("mqar", "copying"),
 )
-# 256 pairs in 1,024 tokens
+# the same for SMALL; the largest examples have 256 pairs in 1,024 tokens
 RECALL_3M = replace(
     SMALL,
     name="recall-3m",

@@ -1,4 +1,4 @@
-"""Results in one file of JSON lines per size, with one line per run, sorted by run.
+"""Results in one file of JSON lines per comparison (`sizes.Size`), with one line per run, sorted by run.
 
 Writers hold a lock and replace the file atomically: after a kill, the file has either the old or the new content, and
 any number of processes may add results at the same time.
@@ -23,7 +23,7 @@ Result = dict[str, Any]
 
 
 class Key(NamedTuple):
-    """Identifies a run within its size; results are sorted by their keys.
+    """Identifies a run within its comparison; results are sorted by their keys.
 
     Attributes:
         division, contestant, task: names.
@@ -47,7 +47,7 @@ class Key(NamedTuple):
 
     @property
     def path(self) -> Path:
-        """The path of the run's working folder, relative to the folder of its size."""
+        """The path of the run's working folder, relative to the folder of its comparison."""
         value = f"{self.value:d}" if self.seed is None else f"{self.value:g}-{self.seed}"
         return Path(self.division, self.contestant, self.task, value)
 
@@ -60,7 +60,7 @@ class Stored(NamedTuple):
 
 
 def load(folder: Path) -> Mapping[Key, Stored]:
-    """Return all results of a size by key; the file is parsed again only if it has changed.
+    """Return all results of a comparison by key; the file is parsed again only if it has changed.
 
     Raises:
         ValueError: a line is damaged; the message has the path and the line's number.
@@ -96,7 +96,7 @@ def _parse(text: str, source: str) -> Result:
 
 
 def add(folder: Path, *results: Result) -> None:
-    """Add results to the file of a size; they replace results with the same keys."""
+    """Add results to the file of a comparison; they replace results with the same keys."""
     folder.mkdir(parents=True, exist_ok=True)
     with FileLock(folder / f".{RUNS}.lock"):
         merged = {key: stored.result for key, stored in load(folder).items()}

@@ -119,7 +119,7 @@ TASKS = {
         ),
     )
 }
-# for models with modes, suites that replace one of core's: each mode without switches, and switches between modes
+# the suites that replace a suite of core if a model has modes: they evaluate each mode alone and switches between modes
 MODE_SUITES: dict[str, tuple[str, ...]] = {
     "mqar": ("cross-mode-mqar",),
     "copying": ("isolated-copying",),

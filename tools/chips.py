@@ -112,7 +112,8 @@ def mixed(K: int, dtype: torch.dtype, delta: bool) -> None:
     torch.autograd.grad(y, [given[name] for name in x], torch.empty_like(y))
 
 
-# calls by head size and dtype, and the head sizes of their tiles; heads of 96 and 192 are padded to 128 and 256
+# kinds of calls: a function of head size and dtype, and the head sizes to compile, which are those of tiles: heads of
+# 96 and 192 are padded to 128 and 256
 SIZES = (16, 64, 128, 256)
 KINDS: dict[str, tuple[Callable[[int, torch.dtype], None], tuple[int, ...]]] = {
     "window and sinks": (window, SIZES),
@@ -139,7 +140,7 @@ def calls() -> dict[str, Callable[[], object]]:
         module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
         found |= {f"{package}: {name}": call for name, call in module.CALLS.items()}
-    # outside a GPU, attention does not accept bfloat16
+    # with tensors on a CPU, attention does not accept bfloat16
     for dtype in (torch.float16, torch.float32):
         for kind, (call, sizes) in KINDS.items():
             for K in sizes:

@@ -125,7 +125,7 @@ def _accuracy(runs: Any) -> str:
 
 
 def _search(found: Any) -> str:
-    """Return the table of the full-attention layers and the accuracy of each pattern that the search has tried."""
+    """Return the table of patterns, each with the best placement of its full-attention layers and its accuracy."""
     score = next(key for key in found[0] if key.startswith("mqar:"))
     rows = [[row["pattern"], row["which"] or "none", _share(row[score])] for row in found]
     return _table(["pattern", "full layers, from 0", "accuracy"], rows)

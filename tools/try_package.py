@@ -1,7 +1,7 @@
 """Use one installed package: `python try_package.py MODULE` imports all of it, and runs a tiny model of each mixer.
 
-It is a program because the environments in which it runs, those of `wheels` and `newest`, have one package and no test
-tools.
+It is a program because the environments in which it runs, those of the nox sessions `wheels` and `newest`, have one
+package and no test tools.
 """
 
 from __future__ import annotations

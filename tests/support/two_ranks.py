@@ -71,9 +71,9 @@ def run_on_two_ranks(script: str, *call: str) -> None:
 
 
 def check_sharded_in_bfloat16(config: Any, folder: Path) -> None:
-    """Assert that losses, gradients and updates of a model sharded by FSDP2 are those of one process.
+    """Assert that losses and gradients of a model sharded by FSDP2, and updates of its float32 parameters, are right.
 
-    The model is in bfloat16; its mixers keep some parameters in float32 (`Mixer.float32`).
+    They must be those of one process. The model is bfloat16; mixers keep some parameters in float32 (`Mixer.float32`).
     """
     config.save_pretrained(folder)
     run_on_two_ranks(_IN_BFLOAT16, str(folder), type(config).__module__)

@@ -6,8 +6,8 @@ cache once. "tokenmix" captures its steps as CUDA graphs on a GPU, "tokenmix, ke
 `same_tokens` is the fraction of tokens in which both agree. Llama has the sizes of the Transformer++.
 
 The step of a layer is the part between the projections of a Gated DeltaNet layer, as a CUDA graph: in one launch, in
-one launch per operation, and as it runs by default. Its `floor_ms` is the time to read every tensor once and to write
-every tensor that is created or updated.
+one launch per operation, and by the operations' default implementations. Its `floor_ms` is the time to read every
+tensor once and to write every tensor that is created or updated.
 
 `python bench_decode.py transformer --only tokenmix --batch 1` measures a part of it; each row is printed and saved at
 once.

@@ -4,9 +4,10 @@
     torchrun --nproc-per-node 2 packages/core/benchmarks/context_parallel.py model --tokens 131072
 
 "operation" times the gated delta rule (16 heads of 128), SSD and attention, forward and backward. "model" times a step
-of a 380M hybrid, three layers of the gated delta rule and one of attention in turn, with `--window` for windows, and
-`--checkpointing` to compute layers again. Rank 0 prints one JSON line for each measurement: milliseconds (the median),
-the peak of memory, and the bytes that it sent by operation. `--alone` measures one GPU, with the other ranks idle.
+of a 380M hybrid, three layers of the gated delta rule and one of attention in turn; `--window` limits attention to a
+window, and `--checkpointing` recomputes layers in the backward pass. Rank 0 prints one JSON line for each measurement:
+the slowest rank's median milliseconds, and its own peak memory and bytes sent, by operation. `--alone` measures one
+GPU, with the other ranks idle.
 
 Before it is timed, each operation, and a model of one layer of each kind, runs once: rank 0 prints the seconds and the
 number of kernels that this compiled. With `--compile-only` nothing is timed. Two such calls, with `--only
@@ -235,7 +236,7 @@ def measure(args: argparse.Namespace) -> None:
 
     wanted = args.only or []
     if args.what == "model":
-        # a layer alone compiles for the shapes of the whole model, and so for its layout
+        # give single layers the layout of the whole model, so that they compile kernels for its shapes
         layout = "zigzag" if args.window is None else "contiguous"
         for kind in KINDS:
             if not wanted or kind in wanted:

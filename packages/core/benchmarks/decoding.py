@@ -133,7 +133,7 @@ def _eight(**sizes: int) -> Any:
 
 
 def drawn(share: float | None) -> AbstractContextManager[Any]:
-    """Context manager: digits of the scores draw NAtS-L's types, so that about this fraction of chunks is softmax."""
+    """Context manager: low digits of the scores, as random numbers, make about this fraction of chunks softmax."""
     if share is None:
         return nullcontext()
     from tokenmix_nats_l.chunks import ChunkTypes

@@ -2,8 +2,8 @@
 
     python packages/core/benchmarks/fsdp.py --ranks 1 2 4 --recipe gated_delta_net-380m
 
-Prints one JSON line as soon as a run ends: the mean tokens/s of its steps after the first third, its share of `ranks`
-times that of one GPU, and the seconds until the first step (on the first run, kernels are compiled) and in all. A run's
+Prints one JSON line as soon as a run ends: the mean tokens/s of its steps after the first third, the ratio of that to
+`ranks` × one GPU's tokens/s, and the seconds until the first step (the first run compiles kernels) and in all. A run's
 processes are killed after `--steps` steps, so that none writes a checkpoint, or after `--limit` seconds; the line then
 has the rate of the steps until then. Kernels are compiled once: later runs find them in Triton's cache. All processes
 are forked from one that has imported everything and has not touched CUDA; with `--start spawn` each one imports.

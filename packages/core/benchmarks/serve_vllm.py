@@ -7,10 +7,10 @@ python packages/core/benchmarks/serve_vllm.py time ours --layers 24 --requests 2
 python packages/core/benchmarks/serve_vllm.py time ours --recipe tokenmix_nats_l:nats-l-hybrid-380m
 
 `--quick` starts all processes at once, except `embedded`, which starts when its turn comes. Each process writes its log
-to `FOLDER/NAME.txt`; after a first run, each waits until it has the GPU alone and is then timed. Timed are `ours` (our
-hybrid in vLLM), `embedded` (our hybrid in transformers' continuous batching), `own` (vLLM's OLMo-Hybrid) and `swapped`
-(the same with our kernels in its Gated DeltaNet layers), with equal sizes and requests. With `--recipe`, `ours` and
-`embedded` are the model of a recipe, with random weights.
+to `FOLDER/NAME.txt`; a timed one waits, after a first run, until it has the GPU alone. Timed are `ours` (our hybrid in
+vLLM), `embedded` (our hybrid in transformers' continuous batching), `own` (vLLM's OLMo-Hybrid) and `swapped` (the same
+with our kernels in its Gated DeltaNet layers), with equal sizes and requests. With `--recipe`, `ours` and `embedded`
+are the model of a recipe, with random weights.
 """
 
 from __future__ import annotations

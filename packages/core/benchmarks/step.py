@@ -321,7 +321,7 @@ def measure(
 def _warmed(
     training: Training, name: str, impl: str, ids: Tensor, parts: dict[str, float], warmup: int, *, keep: bool
 ) -> Measured:
-    """Return a model after its first steps; with `keep`, also count the bytes saved for backward, if memory permits."""
+    """Return a model after its first steps; with `keep`, also count bytes that our eager model saves for backward."""
     losses = training.warm(ids, warmup)
     if training.recorded is not None and not any(training.recorded.graphs.values()):
         raise RuntimeError("no passes were recorded")

@@ -6,8 +6,8 @@ process, by blocks of steps that take turns, as single rows (`rows`) and as pack
 with a new prompt length in every call, those of `fixed` with one, so that the ratio is the cost of new shapes alone.
 After ten warm steps of both kinds the ratio of tokens a second shall be at least .95, and memory shall not grow.
 
-One JSON object a line for each recipe and form: thousand tokens a second, their ratio, host and GPU memory in MiB at
-step 50 and at the end, the device, versions and commit. Rows of `generate` also have `dtype` (of the weights),
+It prints one JSON line for each recipe and form, with thousand tokens a second, their ratio, host and GPU memory in MiB
+at step 50 and at the end, device, versions and commit. Lines of `generate` also have `dtype` (of the weights),
 `one_batch_thousand_tokens_s` (one prompt length and the mean batch size alone; it differs from `fixed` as far as the
 time of a step is not linear in the batch size), `ms_by_batch` (the fastest of five calls with one prompt length, for
 batch sizes from 1 on), and `fixed_prompt_ms` and `varying_prompt_ms` (calls of one new token). `--together N` first
@@ -148,7 +148,7 @@ class Measurement:
         _tell_compiled(self.compiled)
 
     def length(self) -> int:
-        """Return a length that was not used before."""
+        """Return a length that was not used before, unless all have been used."""
         if not self._lengths:
             self._lengths = [x for x in range(self.sizes.least, self.sizes.most) if x != self.sizes.fixed]
             self.drawn.shuffle(self._lengths)

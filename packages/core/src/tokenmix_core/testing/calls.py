@@ -14,7 +14,8 @@ class Call(NamedTuple):
     """The arguments of a call, by name.
 
     Attributes:
-        tensors: the arguments that have gradients; if the operation has no gradients, its tensors to vary.
+        tensors: the arguments that have gradients; for an operation without gradients, the tensors whose layout and
+            dtype tests vary.
         options: the other arguments.
     """
 

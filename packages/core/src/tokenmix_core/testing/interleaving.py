@@ -13,7 +13,7 @@ from tokenmix_core.modeling import HybridConfig, HybridForCausalLM, find_mixer, 
 from tokenmix_core.testing.closeness import relative_error
 from tokenmix_core.testing.models import left_padded, logits_in_parts
 
-# options of a small layer with the contract's width, for each mixer by its registered name
+# options of a small layer of width 32, for each mixer by its registered name
 Options = Mapping[str, dict[str, Any]]
 CORE: Options = {
     "attention": {"num_heads": 4, "num_kv_heads": 2},

@@ -78,7 +78,7 @@ def _take_for_a_gpu(patch: pytest.MonkeyPatch) -> None:
 
 
 def _let_launches_be_taken(patch: pytest.MonkeyPatch, launches: list | None = None) -> None:
-    """Pass launches of interpreted kernels to the launch cache, as `cached_launch` does for compiled ones."""
+    """Pass launches of interpreted kernels to `launcher.taken`'s function, as `cached_launch` passes compiled ones."""
     from triton.runtime.interpreter import InterpretedFunction
 
     from tokenmix_core.kernels.launch import launcher
@@ -133,7 +133,7 @@ class _Interpreted:
 
 
 def _launch(launches: list[_Packed], packed: bytes, addresses: tuple) -> None:
-    """Replacement of the C launcher: run the interpreted kernels whose indices are packed on tensors at `addresses`."""
+    """Replacement of the C launcher: run the kernels whose indices are in `packed`, with tensors at `addresses`."""
     for (number,) in struct.iter_unpack("q", packed):
         found = launches[number]
         args, known = list(found.args), {}

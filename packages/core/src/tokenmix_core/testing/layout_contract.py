@@ -163,7 +163,7 @@ class Compared:
 
 
 def differently_laid(function: Callable, tensors: Named) -> None:
-    """Assert that `function(**tensors)`, a dictionary of tensors, is close to the same values in each of `OF_STEPS`."""
+    """Assert that `function(**tensors)`, a dict of tensors, is close to equal in all layouts of `OF_STEPS`."""
     wanted = function(**copies(tensors))
     for title in OF_STEPS:
         got = function(**LAYOUTS[title].arguments(tensors))

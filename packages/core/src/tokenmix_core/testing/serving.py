@@ -14,7 +14,7 @@ from tokenmix_core.modeling.cache_name import CACHE
 
 
 class ServingContract:
-    """Tests that a request gets the same tokens in a batch that changes as it gets alone."""
+    """Tests that a request gets the same tokens in a changing batch as alone."""
 
     tokens: ClassVar[int]
 
