@@ -1,4 +1,6 @@
-"""Store what recall runs logged in `docs/results/recall-SIZE.json` and plot it; without arguments plot all sizes.
+"""Store in `docs/results/recall-SIZE.json` what recall runs have logged, then plot all such files.
+
+Without arguments, only plot.
 
 usage: python tools/recall.py SIZE NAME=RUN ...     where RUN is the folder of `tokenmix train recall-*`
 """

@@ -53,7 +53,7 @@ def draw(box: Box, y: float) -> list[str]:
 
 
 def recurrence(before: int, after: int) -> tuple[list[Box], list[Box]]:
-    """Return the boxes of the convolution and the recurrence: compute stream, NCCL stream.
+    """Return the boxes of the convolution and the recurrence: those of the compute stream, and of the NCCL stream.
 
     `before` and `after` count the spans of the rank that have other spans before and after them.
     """
@@ -68,7 +68,7 @@ def recurrence(before: int, after: int) -> tuple[list[Box], list[Box]]:
 
 
 def attention(shares: list[float]) -> tuple[list[Box], list[Box]]:
-    """Return the boxes of full attention with two groups of heads; `shares` are each group's pixels of work."""
+    """Return the boxes of full attention in both streams; `shares` has the width in pixels of each group of heads."""
     begin = 560
     compute = [Box(begin, begin + 54, "q k v", LOCAL)]
     send = [Box(begin + 58, begin + 118, "K, V a", SEND), Box(begin + 122, begin + 182, "K, V b", SEND)]
@@ -82,7 +82,10 @@ def attention(shares: list[float]) -> tuple[list[Box], list[Box]]:
 
 
 def panel(top: float, title: str, works: list[float], cuts: list[int]) -> tuple[list[str], float]:
-    """Return the elements of one layout's panel, and the pixel below it."""
+    """Return the elements of one layout's panel, and the y coordinate below it.
+
+    `works` has each rank's width of attention in pixels, `cuts` the rank that owns each span of tokens.
+    """
     lines = [text(12, top + 16, title, font_weight="bold", font_size="14")]
     y = top + 30
     cells = len(cuts)

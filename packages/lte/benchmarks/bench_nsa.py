@@ -21,7 +21,7 @@ from tokenmix_lte.ops.pooled_blocks import compressed_attention, pool_blocks
 
 
 class Case(NamedTuple):
-    """A call of the paper's layer."""
+    """Sizes of a call, by default of the paper's layer: each query selects `blocks` blocks of `block` keys."""
 
     B: int
     T: int
@@ -178,7 +178,7 @@ def _baselines(case: Case, q: Tensor, k: Tensor, v: Tensor, gates: Tensor) -> di
 
 
 def _flex(case: Case, q: Tensor, k: Tensor, v: Tensor, blocks: Tensor) -> Callable[[], Tensor]:
-    """Return FlexAttention with the lists as a block mask, made before the measurement."""
+    """Return FlexAttention with the selected blocks as a block mask, made before the measurement."""
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
     group, size = case.HQ // case.H, case.block

@@ -1,4 +1,4 @@
-"""Time the scorer and torch's grouped convolutions: in float32, in the dtype of k and v, and compiled."""
+"""Time LTE's scorer by our kernels and reference, and by torch's grouped convolutions in float32 and in k's dtype."""
 
 from __future__ import annotations
 

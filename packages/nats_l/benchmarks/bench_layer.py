@@ -1,4 +1,4 @@
-"""NAtS-L's two operations compared with each alone, its layer with the layers it combines, and its cache, by length.
+"""Time NAtS-L's two operations together and alone, its layer and those that it combines, and attention to its cache.
 
 The "pair" is the part between the projections of the paper's 380M layer, without norms: the gated delta rule with a
 write mask, and attention to the own and retained chunks. "attention" is cuDNN's full attention, and "GDN" our gated

@@ -1,4 +1,4 @@
-"""Time the merge of both operations at the paper's 380M layer: our kernel, eager torch, and compiled torch."""
+"""Time the merge of the outputs of NAtS-L's two operations in the 380M layer: our kernel, torch eager and compiled."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The Oryx mixer by length and share of attention, forward and backward, compared with the FLOPs of appendix E.
+"""Time the Oryx mixer, forward and backward, by length and share of attention, beside the FLOPs of appendix E.
 
 "mixer" is the layer of the 1.4B model with its projections; "mixing" excludes the six large projections. In mixed modes
 "mixing" includes a copy that the layer does not need, because it reads slices of one GEMM's output. Both are compiled,
