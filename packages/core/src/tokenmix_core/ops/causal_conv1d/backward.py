@@ -26,7 +26,10 @@ from tokenmix_core.ops.causal_conv1d.tuning import Conv1dTile
 
 
 class Gradients(NamedTuple):
-    """Pointers to gradients of o (with token stride) and final state, read, and of x and initial state, written."""
+    """Pointers to gradients: those of o (with its stride between tokens) and of the final state are read.
+
+    Those of x (`dx`) and of the initial state (`initial`) are written.
+    """
 
     do: tl.tensor
     stride: tl.tensor
@@ -36,7 +39,10 @@ class Gradients(NamedTuple):
 
 
 class PartialSums(NamedTuple):
-    """Partial sums `[runs, W + 1, columns]` of the gradients of weight and bias: one sum per run of BT tokens."""
+    """Partial sums `[runs, W + 1, columns]` of the gradients of weight and bias: one sum per run of BT tokens.
+
+    i_c: index of the program's run; columns: number of channels, of all inputs together.
+    """
 
     sums: tl.tensor
     i_c: tl.tensor
@@ -152,8 +158,9 @@ def short_convs_backward_kernel(
     stride0, stride1, stride2, stride_do0, stride_do1, stride_do2, T, N, BT, D0, D1, D2,
     W: tl.constexpr, BD: tl.constexpr, BU: tl.constexpr, SILU: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
-    """Compute the gradients for BT tokens of BD channels of one of three inputs; `dsums` has the channels of all
-    three.
+    """Compute the gradients for BT tokens of BD channels of one of two or three inputs.
+
+    `dsums` has the channels of all inputs; with two inputs the third has none.
     """
     i_c = tl.program_id(0)
     i_n, begin, length, first = locate_chunk(i_c, T, BT, N, cu_seqlens, PACKED)

@@ -65,7 +65,7 @@ def within(o_t, low, high, m_d):
 def load_input(p_x, p_initial, o_t, length, m_d, stride_x, W: tl.constexpr, m_initial=None):
     """Load the input at position `o_t` as float32; negative positions are read from the initial state, or are zero.
 
-    They are zero where the mask `m_initial` is False, unless it is None.
+    `m_d` masks the channels. `m_initial`, unless None, replaces it for reads from the initial state.
     """
     b_x = tl.load(p_x + o_t.to(tl.int64) * stride_x, mask=within(o_t, 0, length, m_d), other=0.0).to(tl.float32)
     if p_initial is not None:
@@ -80,8 +80,9 @@ def convolve(
 ):
     """Convolve BT tokens of BD channels, BU tokens per iteration.
 
-    With `slots`, the initial and the final state are the sequence's slot of one pool. The program that reads the
-    initial state also writes the final state, after its loads.
+    Without `slots` the program of the sequence's last tokens writes the final state. With `slots`, the initial and the
+    final state are the sequence's slot of one pool; then the program of the first tokens, which alone reads the initial
+    state, writes the final state after its loads.
     """
     x, weight, bias, initial_state, stride_x, D = channels
     i_n, begin, length, first, BT = run
@@ -194,7 +195,7 @@ def short_convs_forward_kernel(
 
 
 def tile_in_slots(config: Conv1dTile, W: int) -> Conv1dTile:
-    """Return a tile with which only the first program of a sequence reads inputs before the sequence."""
+    """Return a tile with which only the first program of a sequence reads the initial state, as `convolve` requires."""
     return config._replace(BT=max(config.BT, W - 1))
 
 

@@ -39,9 +39,8 @@ def backward_chunk_kernel(
 ):  # fmt: skip
     """Compute dQ, dK, dg and dβ of one chunk and value head; with WRITES = 1 also the gradient of its write factor.
 
-    WRITES > 1 is the number of consecutive chunks that share a write factor. `dstates` already include the factor, and
-    `bare_ends` is the gradient of each chunk's decay through the state without the writes of the chunks that share the
-    factor.
+    If WRITES > 1, WRITES consecutive chunks share a write factor. `dstates` then already include the factor, and
+    `bare_ends` is the gradient of each chunk's log-decay through the state without the writes of these chunks.
 
     A matrix and its transpose are computed by separate MMAs: a transposed accumulator would pass through shared memory
     to become an operand, and some versions of Triton compile that wrongly for Hopper.
@@ -89,8 +88,8 @@ def backward_chunk_kernel(
     if L2NORM:
         r_q = diagonal_inverse_norm(b_qq, BT)
 
-    # b_out, b_in: factors of Q and K in dQ and dK. Then, in float32: terms of dβ, and of x̂ · dx̂ for x = q and k,
-    # which `unnormalise` needs
+    # b_ew, b_et, b_fw: E and F with all factors, as 16-bit operands: dQ̂ takes b_ew K, dK̂ takes b_et Q + b_fw K. Then,
+    # in float32: terms of dβ, and of x̂ · dx̂ for x = q and k, which `unnormalise` needs
     b_decay = causal_decay(b_b, b_b, o_t, o_t)
     b_e *= b_decay * scale
     b_f *= tl.where(o_t[:, None] > o_t[None, :], -b_decay, 0.0)
@@ -104,7 +103,7 @@ def backward_chunk_kernel(
     b_dbeta = tl.sum(b_e + b_f, 0)
     b_dot_q, b_dot_k = tl.sum(b_e * b_beta[None, :], 1), tl.sum(b_f * b_beta[None, :], 1)
 
-    # dQ = scale γ dO Sᵀ + E β K̂; dK = −γ dY Sᵀ + (F β + β Fᵀ) K̂ + β Eᵀ Q̂ + β w R dSᵀ, with γ, β and w as diagonal
+    # dQ̂ = scale γ dO Sᵀ + E β K̂; dK̂ = −γ dY Sᵀ + (F β + β Fᵀ) K̂ + β Eᵀ Q̂ + β w R dS'ᵀ, with γ, β and w as diagonal
     # matrices: γ = 2^b, the decay since the chunk's start, and w = 2^(b_last − b), the decay to its end
     b_out = tl.zeros([BT], tl.float32)
     share = 1.0
@@ -159,7 +158,8 @@ def backward_chunk_kernel(
     store_vector(dbeta + first * HV + i_hv, b_dbeta, HV, rows, BT)
 
     # dg of a token is the sum of db, the gradient of the cumulative decay b, over the tokens from this one to the
-    # chunk's end; dg is zero where g was clamped
+    # chunk's end, plus the gradient of b_last as the decay of the state and of the writes; dg is zero where g was
+    # clamped
     b_db = tl.where(o_t < rows, b_dot_q + b_dot_k - b_beta * b_dbeta, 0.0)
     b_end = tl.load(ends + (i_slot.to(tl.int64) * HV + i_hv) * PARTS + tl.arange(0, PARTS))
     b_dg = tl.cumsum(b_db, 0, reverse=True) + tl.sum(b_end, 0) * tl.exp2(b_last) + tl.sum(b_out * b_beta, 0)

@@ -27,8 +27,8 @@ def backward_state_kernel(
 
     S is the state entering the chunk. `do`, `dfinal_state`, `dinitial_state` and `remainders` may be None. WRITES
     consecutive chunks share a factor in `writes`. If WRITES > 1, also compute, over this program's columns, the
-    factor's gradient and `bare_ends`, the gradient of the chunks' decays through the state without the writes of these
-    chunks.
+    factor's gradient, and `bare_ends`: the gradient through the state without the writes of these chunks, which is
+    added, as the same value, to the gradient of each of their log-decays.
     """
     i_v, i_nh = tl.program_id(0) % (V // BV), tl.program_id(0) // (V // BV)
     HV = H * group
@@ -78,7 +78,8 @@ def backward_state_kernel(
         b_dh = b_ds.to(k.dtype.element_ty)
         o_state = (slot + (NT - 1 - i_c)).to(tl.int64) * HV + i_hv
         tl.store(dstates + o_state * K * V + p_tile, b_dh)
-        # both dS' and S stay float32: the terms of ⟨dS', S⟩ cancel, so rounding to 16 bits would dominate the sum
+        # dS' is in float32, and S includes its saved rounding error: the terms of ⟨dS', S⟩ cancel, so the error of
+        # 16-bit operands would dominate the sum
         b_s = tl.load(states + o_state * K * V + p_tile).to(tl.float32)
         if remainders is not None:
             b_s += tl.load(remainders + o_state * K * V + p_tile).to(tl.float32)

@@ -17,7 +17,7 @@ SIZES = ("T", "N", "H", "group", "tokens")
 
 
 def term_layouts(k: Tensor, HV: int) -> tuple[Layout, ...]:
-    """Return shapes and dtypes of `prepare`'s results: Ã (see README.md), and gates (decays, β, inverse key norms)."""
+    """Return shapes and dtypes of `prepare`'s results, `Terms.inverse` (Ã) and `Terms.gates` (b, β r, r and β)."""
     B, T = k.shape[:2]
     return ((B, T, HV, CHUNK), k.dtype), ((HV, B * T, 4), torch.float32)
 

@@ -1,8 +1,8 @@
 """States and outputs: a scan over chunks, parallel over sequences or their segments, value heads and tiles of V.
 
-README.md defines the letters. The state is transposed, `[BV, K]`. Every computed matrix is then the left operand of the
-next MMA. Hopper's Tensor Cores read left operands from registers, so no matrix between two states passes through shared
-memory.
+README.md defines the letters. The state is transposed, `[BV, K]`. Every matrix that is computed between two states is
+then the left operand of the next MMA. Hopper's Tensor Cores read left operands from registers, so none of these
+matrices passes through shared memory.
 """
 
 from typing import Any
@@ -32,8 +32,9 @@ NEGLIGIBLE = tl.constexpr(-32.0)
 def negligible_chunks(p_gates, segment, BT: tl.constexpr, L2NORM: tl.constexpr, LIMIT: tl.constexpr):
     """Return how many chunks at a segment's start have a negligible effect on the state that leaves it.
 
-    Chunks are negligible if the decay over the chunks after them is below 2^LIMIT. With keys of norm 1 and β ≤ 2 no
-    update lengthens a column of the state, so decays bound the column's norm; with other keys the result is 0.
+    Chunks are negligible if the decay over the segment's chunks after them is below 2^LIMIT. With keys of norm 1
+    (L2NORM) and β ≤ 2 no update lengthens a column of the state, so decays bound the column's norm; with other keys the
+    result is 0. `p_gates` points at the gates of the segment's first token.
     """
     BC: tl.constexpr = 128
     NT = segment // BT
@@ -56,8 +57,9 @@ def first_write(i_n, bos, T, BT: tl.constexpr, WRITES: tl.constexpr, PACKED: tl.
 def bounded(skipped, p_w, stride, first, segment, BT: tl.constexpr, WRITES: tl.constexpr):
     """Return `skipped` if all write factors of the segment that starts at token `first` are in [0, 1]; else 0.
 
-    A factor serves WRITES chunks. Factors in [0, 1] interpolate between the decayed and the updated state, so decays
-    still bound the columns' norms.
+    `skipped` is the result of `negligible_chunks`, and `p_w` points at the sequence's first factor. A factor serves
+    WRITES chunks. Factors in [0, 1] interpolate between the decayed and the updated state, so decays still bound the
+    norms of the state's columns.
     """
     BC: tl.constexpr = 128
     tokens: tl.constexpr = BT * WRITES
@@ -71,7 +73,10 @@ def bounded(skipped, p_w, stride, first, segment, BT: tl.constexpr, WRITES: tl.c
 
 @triton.jit
 def chunk_gates(p_gates, rows, BT: tl.constexpr):
-    """Return cumulative decays b, β r and r of a chunk's tokens, and its last b; missing rows have this last b."""
+    """Return b, β r and r of a chunk's tokens, and the last b, which also fills b past the sequence's end.
+
+    b: log2 of the decays since the chunk's start; r: the keys' inverse norms.
+    """
     b_gates = load_rows(p_gates, 4, rows, BT, 4)
     b_b = column(b_gates, 0)
     b_last = last_of(b_b, rows, BT)
@@ -80,9 +85,10 @@ def chunk_gates(p_gates, rows, BT: tl.constexpr):
 
 @triton.jit
 def residual_of(b_s, b_k, b_v, b_a, b_b, r_k, DOT: tl.constexpr):
-    """Return transposed residuals Rᵀ = Vᵀ Ãᵀ − (γ ⊙ K S)ᵀ Ãᵀ; the MMA of V can start before the state S is known.
+    """Return transposed residuals Rᵀ = Vᵀ Ãᵀ − (γ ⊙ K̂ S)ᵀ Ãᵀ; the MMA of V can start before the state S is known.
 
-    Ã is the inverse of the chunk's triangular matrix, and γ the decay since the chunk's start.
+    `b_s` is Sᵀ; Ã (`b_a`) is the inverse of the chunk's triangular matrix I + L̃ (README.md), γ = 2^b the decay since
+    the chunk's start, and K̂ = r K are the keys times their inverse norms r.
     """
     b_y = tl.dot(b_s, tl.trans(b_k), input_precision=DOT) * -(tl.exp2(b_b) * r_k)[None, :]
     b_r = tl.dot(tl.trans(b_v), tl.trans(b_a), input_precision=DOT)
@@ -91,9 +97,10 @@ def residual_of(b_s, b_k, b_v, b_a, b_b, r_k, DOT: tl.constexpr):
 
 @triton.jit
 def next_state(b_s, b_r, b_k, b_b, b_w, b_last, DOT: tl.constexpr):
-    """Return the transposed state after the chunk, S'ᵀ = 2^b_last Sᵀ + (2^(b_last − b) β ⊙ R)ᵀ K.
+    """Return the transposed state after the chunk, S'ᵀ = 2^b_last Sᵀ + (2^(b_last − b) w ⊙ R)ᵀ K.
 
-    R are the residuals, and b the cumulative log2 decays with `b_last` at the chunk's end.
+    R are the residuals, and b the cumulative log2 decays with `b_last` at the chunk's end. w (`b_w`) is β times the
+    keys' inverse norms.
     """
     b_r = (b_r * (b_w * tl.exp2(b_last - b_b))[None, :]).to(b_k.dtype)
     return tl.dot(b_r, b_k, b_s * tl.exp2(b_last), input_precision=DOT)
@@ -101,9 +108,10 @@ def next_state(b_s, b_r, b_k, b_b, b_w, b_last, DOT: tl.constexpr):
 
 @triton.jit
 def outputs(b_o, b_r, b_q, b_k, b_b, b_w, o_t, scale, L2NORM: tl.constexpr, DOT: tl.constexpr):
-    """Return the outputs Oᵀ = scale (Sᵀ Qᵀ ⊙ γ + Rᵀ P'ᵀ), given `b_o` = Sᵀ Qᵀ; P'ᵀ = diag(β) triu(K Qᵀ ⊙ Γᵀ).
+    """Return the outputs Oᵀ = scale (Sᵀ Qᵀ ⊙ γ + Rᵀ P'ᵀ), given `b_o` = Sᵀ Qᵀ; P'ᵀ = diag(w) triu(K Qᵀ ⊙ Γᵀ).
 
-    R are the residuals, γ the decays since the chunk's start, and Γ those between two tokens of the chunk.
+    `b_r` is Rᵀ, the transposed residuals; γ are the decays since the chunk's start, Γ those between two tokens of the
+    chunk, and w (`b_w`) is β times the keys' inverse norms. L2NORM divides each output by the norm of its query.
     """
     b_p = tl.dot(b_k, tl.trans(b_q), input_precision=DOT)
     b_p = (b_p * causal_decay_transposed(b_b, b_b, o_t, o_t) * b_w[:, None]).to(b_k.dtype)
@@ -115,7 +123,10 @@ def outputs(b_o, b_r, b_q, b_k, b_b, b_w, o_t, scale, L2NORM: tl.constexpr, DOT:
 
 @triton.jit
 def head_state(slot, stride_state, i_hv, K: tl.constexpr, V: tl.constexpr, PARTS: tl.constexpr):
-    """Return the offset in a pool of the state of value head `i_hv`; PARTS heads of V columns share a head's rows."""
+    """Return the offset in a pool of the state of value head `i_hv`; PARTS such heads are one head of the pool.
+
+    They are blocks of V columns of its PARTS · V columns (`head_split`).
+    """
     return slot * stride_state + (i_hv // PARTS) * (K * V * PARTS) + (i_hv % PARTS) * V
 
 
@@ -129,11 +140,11 @@ def forward_kernel(
 ):  # fmt: skip
     """Compute outputs and final states (if `o` is given); save R and the chunks' entering states (if `residual` is).
 
-    `remainders` are the rounding errors of the saved states. With `entering` a program scans one segment: it starts
-    from a zero state at the first chunk before the segment that is not negligible. If that chunk is a segment or more
-    before, it starts from the entering state instead. ORDERED: programs take segments, or sequences, in the order of
-    `order`. WRITES chunks share a factor in `writes`. With `slots`, `initial_state` and `final_state` are one pool: if
-    a sequence has several segments, its first one also starts from an entering state, a copy of the initial state,
+    `remainders` are the rounding errors of the saved states. With `entering` a program scans one segment. If the
+    preceding segment begins with negligible chunks, the scan starts after them, from a zero state; else it starts at
+    the segment's own first chunk, from the entering state. ORDERED: programs take segments, or sequences, in the order
+    of `order`. WRITES chunks share a factor in `writes`. With `slots`, `initial_state` and `final_state` are one pool:
+    if a sequence has several segments, its first one also starts from an entering state, a copy of the initial state,
     because the last segment's program may overwrite the slot earlier.
     """
     OUTPUT: tl.constexpr = o is not None
@@ -184,7 +195,8 @@ def forward_kernel(
     if REMAINDERS:
         p_m = remainders + o_s + p_tile
 
-    # segments at positions after `whole` start from an entering state
+    # a segment starts from an entering state if its first token's position exceeds `whole`; with slots and several
+    # segments `whole` is −1, so that the first segment does so, too
     whole = 0
     if slots is not None:
         i_slot, held = locate_slot(i_n, slots, fresh)

@@ -41,7 +41,8 @@ class GDNPlan(NamedTuple):
     Attributes:
         segment: tokens of the segments that the forward pass scans in parallel, a multiple of 64; 0 for whole
             sequences.
-        backward_segment: tokens of the segments of the reverse scan; 0 for whole sequences, as portable kernels need.
+        backward_segment: tokens of the segments of the reverse scan; 0 for whole sequences. Portable kernels ignore it,
+            and scan whole sequences.
         prepare: computes Ã and the gates.
         outputs: computes o from Ã and the gates.
         saves_states: whether the forward pass saves the residuals R and the chunk states for the backward pass.
@@ -105,7 +106,8 @@ def plan(
         backward_state="triton", backward_chunk="triton",
     )  # fmt: skip
     if chunks_per_write > 1 or (chunks_per_write and not has_do):
-        # with `writes` only the step `prepare` can use Gluon, since its kernel does not read `writes`
+        # Gluon takes no factors of several chunks, nor factors without dO; only `prepare`, which reads no factors, may
+        # run in Gluon
         return portable._replace(backward_segment=0, prepare="gluon" if gluon else "triton")
     if not gluon:
         return portable
@@ -122,7 +124,8 @@ def plan(
         outputs, states = "gluon tiled", "gluon tiled" if remainders else "triton"
     backward_state = backward_chunk = "triton"
     if has_do:
-        # the kernel "gluon" needs eight warps to hold 128 columns of V
+        # the kernel "gluon" has one warpgroup per 64 columns of V. With K = 128 and V = 64 this single warpgroup is
+        # slower than the two of the tiled kernel
         backward_state = "gluon" if not wide and (equal or V == 128) else "gluon tiled"
     if has_do and qk_l2norm:
         backward_chunk = "gluon tiled" if wide else "gluon"

@@ -19,9 +19,10 @@ from tokenmix_core.ops.gated_delta_rule.plan import Form
 
 @triton.jit
 def block_gates(p_g, p_beta, p_gates, stride, rows, before, r_k):
-    """Store cumulative decays b, β r (r: the keys' inverse norms), r and β of 16 tokens; return b, β r, and the last b.
+    """Store log2 decays b, β r (r: the keys' inverse norms), r and β of 16 tokens; return b, β r, and the last b.
 
-    The last b is the argument `before` of the next tokens.
+    b is cumulated from the chunk's start: `before` is the b of the token before these 16. The last b is the argument
+    `before` of the next 16 tokens.
     """
     o_t = tl.arange(0, 16)
     b_g = load_decay(p_g + o_t * stride, o_t < rows)
@@ -155,8 +156,8 @@ def prepare(
 ) -> tuple[Tensor, Tensor]:
     """Return Ã `[B, T, HV, C]` in k's dtype, and the gates b, β r, r and β `[HV, B · T, 4]` in float32.
 
-    b: decays cumulated inside a chunk; r: inverse key norms, 1 unless `qk_l2norm`; `form` selects the kernels (see
-        `plan.Form`). If `out` is given, its two tensors receive the results.
+    b: log2 of the decays, cumulated inside a chunk; r: inverse key norms, 1 unless `qk_l2norm`. `form` selects the
+    kernel (see `plan.Form`). If `out` is given, its two tensors receive the results.
     """
     B, T, H, K = k.shape
     HV = g.shape[2]

@@ -184,7 +184,7 @@ def _shares(writes: Tensor, boundaries: Sequence[int], active: Tensor, chunk: in
     """Return `[active, HV]`: for each sequence in `active`, the write factor of its chunk with index `chunk`."""
     if len(writes) > 1:
         return writes[active, chunk]
-    # index the factors of an unpacked row like those of a packed batch
+    # a single row, packed or not: the factors of sequence n begin at index starts[n] // write_chunk + n
     starts = torch.tensor(list(boundaries), device=active.device)[active]
     return writes[0, starts // write_chunk + active + chunk]
 

@@ -39,9 +39,9 @@ def segment_kernel(
     """Compute L or M of a segment, BV columns per program; a first segment's L starts from the initial state.
 
     M is computed by the recurrence with values of 0, starting from the identity matrix. The last segment of a sequence
-    needs neither M nor L. A segment whose decay is below the limit needs no M, and needs L only if the next segment's
-    decay is not below the limit. All chunks that are read are full. WRITES is the number of chunks that share a write
-    factor, or 0.
+    needs neither M nor L. A segment whose decay is below the limit needs no M. It needs L, scanned from its first chunk
+    that is not negligible, only if the next segment is not the last and has a decay that is not below the limit. All
+    chunks that are read are full. WRITES is the number of chunks that share a write factor, or 0.
     """
     i_tile, i_sh = tl.program_id(0) % ((K + V) // BV), tl.program_id(0) // ((K + V) // BV)
     HV = H * group
@@ -144,8 +144,9 @@ def entering_kernel(
     """Compute the state that enters each segment, from L and M of the segments before it.
 
     With `slots`, also copy the initial state from the sequence's slot of `pool` to its first segment's entering state.
-    Return at once if the decay over every segment is below the limit, because no later kernel then reads the result.
-    WRITES is the number of chunks that share a write factor, or 0.
+    Return at once if the decay over every segment but the last is below the limit, because no later kernel then reads
+    the result; this needs normalised keys (L2NORM) and no `writes`. WRITES is the number of chunks that share a write
+    factor, or 0.
     """
     i_v, i_nh = tl.program_id(0) % (V // BV), tl.program_id(0) // (V // BV)
     HV = H * group
@@ -207,7 +208,8 @@ def pass_back_kernel(
 ):  # fmt: skip
     """Add Mᵀ times the gradient of the state that leaves a segment to the local gradient of its entering state.
 
-    WRITES is the number of chunks that share a write factor, or 0.
+    Both gradients are in `passed`, one entry per segment. A local gradient ignores later segments. WRITES is the number
+    of chunks that share a write factor, or 0.
     """
     BC: tl.constexpr = 128
     i_v, i_nh = tl.program_id(0) % (V // BV), tl.program_id(0) // (V // BV)
@@ -254,7 +256,10 @@ def pass_back(
     writes: Tensor | None,
     run: int,
 ) -> None:
-    """Replace local gradients of entering states in `passed`, which ignore later segments, by complete gradients."""
+    """Replace local gradients of entering states in `passed`, which ignore later segments, by complete gradients.
+
+    `run` is the number of chunks that share a factor in `writes`, 0 without `writes`.
+    """
     K, V = passed.shape[2:]
     launch = tuning.scan_tile("entering", K, V, 4, N * HV)
     pass_back_kernel[(N * HV * (V // launch.BV),)](

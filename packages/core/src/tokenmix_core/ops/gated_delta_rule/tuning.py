@@ -12,7 +12,7 @@ from tokenmix_core.ops.decode_tiles import MANY_PROGRAMS, StateStep
 class ScanTile(NamedTuple):
     """Tile of BV columns of V, with launch options; a program computes one tile, or loops over all tiles of V.
 
-    `maxnreg` limits the registers per thread.
+    BK: rows of K per step of kernels that loop over K. `maxnreg` limits the registers per thread.
     """
 
     BV: int
@@ -70,9 +70,10 @@ _TILES: dict[str, dict[tuple[int, int], tuple[ScanTile, ...]]] = {
 
 
 def scan_tile(step: str, K: int, V: int, element_size: int, heads: int) -> ScanTile:
-    """Return the widest tile of a step with which every SM gets a program; `heads` counts heads of all sequences.
+    """Return the widest tile of a step that gives at least 128 programs, about one per SM; else the narrowest.
 
-    A decoding step ("step") uses wide tiles only with many waves of programs, because its programs are short.
+    `heads` counts the value heads of all sequences. A decoding step ("step") uses wide tiles only with many waves of
+    programs, because its programs are short.
     """
     tiles, least = _TILES[step][element_size, K], MANY_PROGRAMS if step == "step" else 128
     return next((tile for tile in tiles if heads * (V // tile.BV) >= least), tiles[-1])

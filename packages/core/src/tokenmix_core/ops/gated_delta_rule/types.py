@@ -81,7 +81,8 @@ class Terms(NamedTuple):
 
     Attributes:
         inverse: Ã = (I + L̃)⁻¹ of each chunk, `[B, T, HV, C]`, in k's dtype.
-        gates: b, β r, r and β, float32 `[HV, B · T, 4]`; b: decays cumulated in a chunk, r: inverse norms of the keys.
+        gates: b, β r, r and β, float32 `[HV, B · T, 4]`. b: log2 of the decays, cumulated from the chunk's start; r:
+            inverse norms of the keys, 1 without `qk_l2norm`.
         entering: the state that enters each segment, float32 `[slots, HV, K, V]`; None for whole sequences.
         transitions: the transition matrix M of each segment, float32 `[slots, HV, K, K]`; None for whole sequences.
     """
@@ -109,8 +110,9 @@ class Saved(NamedTuple):
 class Reverse(NamedTuple):
     """Arguments of the backward steps: those of the call, tensors of its forward pass, gradients of its results.
 
-    The reverse scan has segments of `segment` tokens, a multiple of the chunk length. Gradients pass through a segment
-    by its matrix in `terms.transitions` unless its decay is negligible. Portable kernels scan whole sequences.
+    Gluon kernels split the reverse scan into segments of `segment` tokens, a multiple of the chunk length. Gradients
+    pass through a segment by its matrix in `terms.transitions` unless its decay is negligible. Portable kernels ignore
+    `segment`, and scan whole sequences.
     """
 
     x: Inputs
@@ -134,11 +136,12 @@ class Gradients(NamedTuple):
 
 
 class WriteGradients(NamedTuple):
-    """Gradients for write factors that several chunks share; float32 `[slots, HV, parts]`, each part a sum over V."""
+    """Gradients for write factors that several chunks share; float32 `[factors, HV, parts]`, a part per tile of V."""
 
     # gradient of the shared factor
     factor: Tensor
-    # gradient of the decay of each chunk that shares the factor, through the state without these chunks' writes
+    # gradient through the state without the writes of the chunks that share the factor; it is added, as the same value,
+    # to the gradients of the log-decays of all these chunks
     decay: Tensor
 
 

@@ -18,7 +18,10 @@ from tokenmix_core.ops.ssd.types import Inputs
 
 @triton.jit
 def read_out(b_q, b_k, b_v, b_s, b_b, o_i):
-    """Return a chunk's outputs without the factor `scale`, given `b_s`, the state that enters the chunk."""
+    """Return a chunk's outputs without the factor `scale`, given `b_s`, the state that enters the chunk.
+
+    `b_b` are the log2 decays, cumulated from the chunk's start.
+    """
     # computed matrices are right operands of MMAs: left operands would come from registers, which the assemblers of
     # Triton 3.4 to 3.7 compile wrongly for Hopper
     b_p = tl.dot(b_k, tl.trans(b_q), input_precision=FLOAT32_DOT) * causal_decay_transposed(b_b, b_b, o_i, o_i)
@@ -34,7 +37,9 @@ def ssd_forward_kernel(
     K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BV: tl.constexpr,
     SEGMENTED: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
-    """Scan a sequence or (SEGMENTED) segment, BV columns of a head's state per program; strides are those of tokens.
+    """Scan a sequence or (SEGMENTED) segment, BV columns of a head's state per program.
+
+    The strides of q, k and v lead from token to token, `stride_state` from slot to slot.
 
     With `slots`, final states are stored in slots of the pool `final_state`, also by the last segments of sequences;
     initial states of whole sequences are in the same slots.

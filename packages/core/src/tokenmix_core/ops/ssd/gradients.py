@@ -17,7 +17,11 @@ from tokenmix_core.ops.ssd.types import Gradients, Inputs
 
 @triton.jit
 def decay_gradient(b_m, b_query, b_key, b_state, BT: tl.constexpr):
-    """Return dg_t = Σ_{i ≥ t > j} M_ij + Σ_{i ≥ t} query_i + Σ_{j < t} key_j + state: the terms that g_t scales."""
+    """Return dg_t = Σ_{i ≥ t > j} M_ij + Σ_{i ≥ t} query_i + Σ_{j < t} key_j + state, as README.md derives it.
+
+    M (`b_m`) are the terms between two tokens of the chunk, `b_query` those from the state before the chunk to token i,
+    `b_key` those from token j to the state after the chunk, and `b_state` the term from state to state.
+    """
     o_i = tl.arange(0, BT)
     b_m = tl.where(o_i[:, None] > o_i[None, :], b_m, 0.0)
     b_suffix = tl.cumsum(tl.sum(b_m, 1) - tl.sum(b_m, 0) + b_query, 0, reverse=True)

@@ -46,7 +46,10 @@ def initial_gradient(q: Tensor, do: Tensor, g: Tensor, scale: float = 1.0, impl:
 def _state(
     x: Tensor, y: Tensor, g: Tensor, dt: Tensor | None, scale: float, impl: str | None, *, reverse: bool
 ) -> Tensor:
-    """Return the state after a forward or reverse scan, by kernels if these support the sizes, else by reference."""
+    """Return the state after a forward scan (x is k, y is v) or reverse scan (x is q, y is the gradient of o).
+
+    Kernels compute it if they support the sizes, else torch operations.
+    """
     if (
         resolve_impl("chunk_ssd", impl, x, GLUON) != "reference"
         and x.shape[3] in HEAD_SIZES

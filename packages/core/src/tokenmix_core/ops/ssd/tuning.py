@@ -27,7 +27,7 @@ class SSDForward(NamedTuple):
 
 
 class SSDStates(NamedTuple):
-    """Tokens per chunk (BT), and the tile `[BK, BV]` of the state that a program computes."""
+    """Tile of the kernels of `states.py`: tokens per chunk (BT), and the part `[BK, BV]` of the state per program."""
 
     BT: int
     BK: int

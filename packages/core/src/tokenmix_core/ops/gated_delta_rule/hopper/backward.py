@@ -161,7 +161,7 @@ def epilogue(pointers, tiles, stages, barriers, scale, length, steps, warm, HV: 
         s_f.store(b_second)
         hopper.store_rows(p_dq + o_0 * D + D // 2, s_f, HV * D, rows, 4)
 
-        # F = −(dY Rᵀ) ⊙ Γ without its diagonal; R: residuals, Γ: decays between the chunk's tokens
+        # F = −(dY Rᵀ) ⊙ Γ without its diagonal; dY = dV, R: residuals, Γ: decays between the chunk's tokens
         mbarrier.wait(barriers.index(DY_FULL), phase)
         b_f = backward_chunk.multiply(s_dy, s_r.permute((1, 0)), BT)
         mbarrier.wait(barriers.index(DS_FULL), hopper.parity(i, 1))
@@ -202,8 +202,8 @@ def epilogue(pointers, tiles, stages, barriers, scale, length, steps, warm, HV: 
         s_db.store(gl.where(o_i < rows, dot_i + dot_k_i - 2 * (w_i / r_i) * dbeta_i, 0.0))
         s_ef.store(b_dk.to(dtype))
         hopper.store_rows(p_dk + o_0 * D, s_ef, HV * D, rows, 4)
-        # dg_t sums db, the gradient of the cumulative decay b, from t to the chunk's end; every warp computes the whole
-        # vector dg. Where the decay is clamped, dg is zero.
+        # dg_t is the sum of db, the gradient of the cumulative decay b, from t to the chunk's end, plus the gradient of
+        # b_last (`end`). Every warp computes the whole vector. dg is zero where the decay is clamped.
         dg_t = gl.associative_scan(s_db.load(line), 0, hopper.add, reverse=True) + end
         dg_t = gl.where(g_t * LOG2_E < LOWEST, 0.0, dg_t)
         gl.store(p_dg + o_0 + o_t * HV, dg_t.to(p_dg.dtype.element_ty), mask=o_t < rows)

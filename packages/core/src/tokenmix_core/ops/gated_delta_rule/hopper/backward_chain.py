@@ -20,7 +20,8 @@ from tokenmix_core.ops.gated_delta_rule.hopper.gates import load_gate, range_fac
 NUM_STAGES = gl.constexpr(2)
 # indices of barriers with one entry per stage: tiles loaded; tiles read; P' and q's inverse norms stored
 FULL, EMPTY, SCORES = gl.constexpr(0), gl.constexpr(2), gl.constexpr(4)
-# indices of barriers of one-stage buffers: buffer full; buffer empty. SUMMED: ⟨dS', S⟩ is stored
+# indices of barriers of one-stage buffers: buffer full; buffer empty. SUMMED: the gradient of the chunk's last b is
+# stored
 A_FULL, A_EMPTY = gl.constexpr(6), gl.constexpr(7)
 R_FULL, R_EMPTY = gl.constexpr(8), gl.constexpr(9)
 S_FULL, S_EMPTY = gl.constexpr(10), gl.constexpr(11)
@@ -59,7 +60,10 @@ Span = namedtuple("Span", "rows steps warm known wanted")
 
 @gluon.jit
 def load_last(g_b, layout: gl.constexpr):
-    """Return a chunk's last cumulative decay from `g_b` as a vector; rows past the sequence's end repeat it too."""
+    """Return the chunk's last b from its cumulative log2 decays `g_b`, as a vector of one element.
+
+    Row 63 is the last b of a partial chunk, too, because rows past the sequence's end repeat the last token's b.
+    """
     return g_b.slice(63, 1).load(layout)
 
 
@@ -139,8 +143,9 @@ def compute_scores(s_q, s_k, s_p, g_b, g_w, g_n, scale):
 def reverse_scan(pointers, tiles, stages, results, barriers, scale, span, HV: gl.constexpr, FIRST: gl.constexpr):
     """Scan 64 columns of dS over the chunks in reverse; dS is transposed, so that MMAs read it from registers.
 
-    dS is loaded from `p_initial` if `span.known` is V, and starts at zero if it is 0. dS after the scan is stored if
-    `span.wanted` is V. The first `span.warm` chunks belong to later segments: they are scanned without storing results.
+    FIRST is the first of the columns. dS is loaded from `p_initial` if `span.known` is D, the head size, and starts at
+    zero if it is 0. dS after the scan is stored at `p_final` if `span.wanted` is D. The first `span.warm` chunks belong
+    to later segments: they are scanned without storing results.
     """
     rows, steps, warm, known, wanted = span
     p_initial, p_final, p_dv = pointers
@@ -210,7 +215,8 @@ def reverse_scan(pointers, tiles, stages, results, barriers, scale, span, HV: gl
             hopper.store_rows(p_dv + FIRST, s_dy.slice(FIRST, 64, 1), HV * D, rows, 4)
         b_dy = (b_dy * -(gl.exp2(g_b.load(col)) * g_r.load(col) * RANGE)[None, :]).to(dtype)
         if i >= warm:
-            # ⟨dS', S⟩ uses dS' before rounding, because the terms of this sum cancel
+            # the gradient of b_last is 2^b_last ⟨dS', S⟩ plus ⟨R, 2^(b_last − b) β ⊙ K dS'⟩ (`out_v`); dS' is not yet
+            # rounded, because the terms of the first sum cancel
             mbarrier.wait(barriers.index(S_FULL), hopper.parity(i - warm, 1))
             b_s = hopper.widen(gl.convert_layout(s_s.slice(FIRST, 64, 1).permute((1, 0)).load(left_k), tile))
             b_end = gl.sum(b_s * b_ds, 1) * (1 / RANGE) * gl.exp2(load_last(g_b, gl.SliceLayout(1, tile))) + out_v

@@ -88,7 +88,11 @@ def nonzero(beta_r, r):
 
 @gluon.jit
 def apply_write_factor(b_x, out_i, beta_i, writes, dwrites, o_w):
-    """Return X and `out_i` = ⟨x_i, k̂_i⟩, both scaled by the chunk's write factor; store the factor's gradient."""
+    """Return `b_x` and `out_i` times the chunk's write factor, whose gradient is stored; as they are without `writes`.
+
+    `b_x` is the term of X through the state leaving the chunk, w R dS'ᵀ times a divisor per row, and `out_i` is that
+    state's part of dβ (`GateGradients.out`). `o_w` is the factor's index in `writes`.
+    """
     if writes is not None:
         factor = gl.load(writes + o_w)
         gl.store(dwrites + o_w, gl.sum(out_i * beta_i, 0))
@@ -99,14 +103,18 @@ def apply_write_factor(b_x, out_i, beta_i, writes, dwrites, o_w):
 
 # pointers to a chunk's g, dg and dβ, and to the partial sums of ⟨dS', S⟩
 GatePointers = namedtuple("GatePointers", "g dg dbeta end")
-# vectors in the layout of a tile's rows: β; the gradients of b (cumulative decay) and of β; and the part of β's
-# gradient that comes from the state leaving the chunk
+# vectors in the layout of a tile's rows: β; the gradient of b (cumulative log2 decay) without its term −β dβ; dβ; and
+# the part of dβ that comes from the state leaving the chunk
 GateGradients = namedtuple("GateGradients", "beta db dbeta out")
 
 
 @gluon.jit
 def store_gate_gradients(p, x, stride, rows, last, V: gl.constexpr, row: gl.constexpr, WARPS: gl.constexpr):
-    """Store dβ and dg. dg is the sum of db from the token to the chunk's end, and zero where the decay is clamped."""
+    """Store dβ and dg.
+
+    dg is the sum of db, the gradient of b, from the token to the chunk's end, plus the gradient of the last b; it is
+    zero where the decay is clamped.
+    """
     p_g, p_dg, p_dbeta, p_end = p
     beta_i, db_i, dbeta_i, out_i = x
     # in this layout every warp holds, and computes, the whole vector

@@ -187,5 +187,5 @@ def backward_chunk_kernel(
     store_gate_gradients(pointers, vectors, HV, rows, last, V, row, WARPS)
 
 
-# run `backward_chunk`, with the same arguments, but with the kernel of this module; heads of 64, 128 and 256
+# run `backward_chunk`, with the same arguments, but with the kernel of this module; K and V of 64, 128 or 256
 backward_chunk_tiled = partial(backward_chunk, by=Warps(backward_chunk_kernel, 8, 255))

@@ -39,8 +39,8 @@ def backward_state_kernel(
     Vectors named `…_i` have the layout of a tile's rows, vectors named `…_j` the layout of its columns. `dfinal_state`,
     `dinitial_state` and `remainders` may be None. ORDERED: programs take segments in the order of `order`. `passed`
     holds gradients of the segments' entering states. If `dv` is None, the kernel only writes local gradients to
-    `passed`, which ignore later segments (see `reverse_scan_start`); else the scan starts from the next segment's
-    gradient. `writes` has one factor per chunk.
+    `passed`, which ignore later segments. Else the scan starts from the next segment's gradient in `passed`; without
+    `passed` it starts in later segments (see `reverse_scan_start`). `writes` has one factor per chunk.
     """
     LOCAL: gl.constexpr = dv is None
     CARRIED: gl.constexpr = dv is not None and passed is not None

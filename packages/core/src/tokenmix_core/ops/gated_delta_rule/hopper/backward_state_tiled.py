@@ -1,4 +1,6 @@
-"""Reverse scan over chunks on Hopper if K or V is 256 or K ≠ V: one program per segment, value head, 64 columns of V.
+"""Reverse scan over chunks on Hopper if K or V is 256, or if K = 128 and V = 64, in tiles.
+
+One program computes 64 columns of V of a segment and value head.
 
     q k of chunk t − 1 ─ cp.async, 2 stages;  Ã, dO, halves of S ─ cp.async, 1 stage, prefetched once read
     dS ─► smem ─► dR ─► smem ─► dY = Ãᵀ dR ─► smem ─► dS ← 2^b dS + Qᵀ(γ dO) − Kᵀ(γ dY)
@@ -222,5 +224,5 @@ def backward_state_kernel(
         gl.store(dinitial_state + p_tile, b_ds * (1 / RANGE))
 
 
-# run `backward_state`, with the same arguments, but with the kernel of this module; heads of 64, 128 and 256
+# run `backward_state`, with the same arguments, but with the kernel of this module; K and V of 64, 128 or 256
 backward_state_tiled = partial(backward_state, by=Columns(backward_state_kernel, COLUMNS, 8))

@@ -261,7 +261,7 @@ def forward_kernel(
     """Compute outputs and final states (if `o` is given); store R and the chunks' entering states (if `residual` is).
 
     A program computes BV columns of V of a segment and value head. ORDERED: programs take segments in the order of
-    `order`. `writes` has one factor per chunk. `slots` and PARTS are as in the portable kernel.
+    `order`. `writes` has one factor per chunk. `slots` and PARTS are as in the Triton kernel of `../forward.py`.
     """
     OUTPUT: gl.constexpr = o is not None
     SAVE: gl.constexpr = residual is not None

@@ -1,10 +1,13 @@
-"""Forward on Hopper unless K = V = 128, and to save remainders: one program per segment, value head, 64 columns of V.
+"""Forward on Hopper for K of 128 or 256, in tiles: one program per segment, value head and 64 columns of V.
+
+For K = V = 128 this kernel runs only to save the states with their rounding errors; otherwise `forward.py` runs.
 
     k v Ã q of chunk t + 1 ─ cp.async, 2 stages ─┐ during the MMAs of chunk t
     S ─► smem ─► Y = V − γ K S ─► smem ─► R = Ã Y ─► smem ─► S' = 2^b S + Kᵀ(…R) ─► O = γ Q S + P' R ─► o
 
 Two warpgroups split the columns of each result, so operands pass through shared memory, between barriers of the CTA.
-P' are the scores with decay and β, γ = 2^b the decay since the chunk's start; README.md of the op has all letters.
+S is the state before the chunk, R are the residuals, P' the scores with decay and β, γ = 2^b the decay since the
+chunk's start; README.md of the op defines all letters.
 """
 
 from torch import Tensor
@@ -41,7 +44,7 @@ def forward_kernel(
 
     S is transposed, `[BV, K]`; each warpgroup has half of its columns, and S passes through shared memory. ORDERED:
     programs take segments in the order of `order`. `writes` has one factor per chunk. `slots` and PARTS are as in the
-    portable kernel.
+    Triton kernel of `../forward.py`.
     """
     SAVE: gl.constexpr = o is None
     dtype: gl.constexpr = q.dtype.element_ty

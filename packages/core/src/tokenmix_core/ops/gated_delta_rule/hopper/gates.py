@@ -10,7 +10,7 @@ from tokenmix_core.kernels.gluon.hopper import causal_decay, row_layout
 
 @gluon.jit
 def load_last(p_gates, rows):
-    """Load b, the cumulative decay, of a chunk's last token."""
+    """Load b, the log2 of the cumulative decay, of a chunk's last token; `rows` tokens are left in the sequence."""
     return gl.load(p_gates + (gl.maximum(gl.minimum(rows, 64), 1) - 1) * 4)
 
 
@@ -22,7 +22,10 @@ def load_gate(p_gate, rows, layout: gl.constexpr):
 
 @gluon.jit
 def load_gates(p_gates, token, length, layout: gl.constexpr):
-    """Return b, β r, r (see `prepare`) of the chunk at `token`, and its last b; missing rows repeat the last token."""
+    """Return b, β r and r of the chunk at `token`, and its last b; rows past the end repeat the sequence's last token.
+
+    b: cumulative log2 decays; r: the keys' inverse norms. `token` is clamped to the sequence.
+    """
     token = gl.maximum(gl.minimum(token, length - 1), 0)
     p_gates += token.to(gl.int64) * 4
     rows = gl.maximum(gl.minimum(length - token, 64), 1)
@@ -53,7 +56,10 @@ def gate_vectors(s_gates):
 
 @gluon.jit
 def store_gate_vectors(g, b_b, b_w, b_r, last, RANGE: gl.constexpr = 1.0, factor=1.0):
-    """Store the `GateVectors` b, p, w and y in g; w includes the chunk's write `factor`, y the `range_factor` RANGE."""
+    """Store the `GateVectors` b, p, w and y in g; w includes the chunk's write `factor`, y the `range_factor` RANGE.
+
+    `b_w` is β r, with r (`b_r`) the keys' inverse norms; `last` is b at the chunk's end.
+    """
     g.b.store(b_b)
     g.p.store(b_w)
     g.w.store(b_w * gl.exp2(last - b_b) * factor)

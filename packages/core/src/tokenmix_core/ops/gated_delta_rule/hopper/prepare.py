@@ -77,10 +77,11 @@ def block_decays(s_gates, b_b, b_w, r_k, o_t):
 
 @gluon.jit
 def invert(kk, s_gates, s_l, s_blocks, s_a, p_a, stride: gl.constexpr, rows, dtype: gl.constexpr):
-    """Compute Ã = (I + L̃)⁻¹, one row of blocks after the other, from the blocks of K Kᵀ on and below the diagonal.
+    """Compute Ã = (I + L̃)⁻¹, one row of 16 × 16 blocks after the other, from blocks of K Kᵀ not above the diagonal.
 
-    Below the diagonal A_ij = A_ii X_ij with X_ij = −Σ_m L_im A_mj. Every factor is a block of L̃ or of Ã, so that no
-    intermediate exceeds their entries, as powers of L̃ would. Factors are split into high and low parts.
+    Below the diagonal the blocks A of Ã are A_ij = A_ii X_ij with X_ij = −Σ_m L_im A_mj, L being the blocks of L̃ and
+    j ≤ m < i. Every factor is a block of L̃ or of Ã, so that no intermediate exceeds their entries, as powers of L̃
+    would. Factors are split into high and low parts.
     """
     row: gl.constexpr = gl.SliceLayout(1, BLOCK)
     col: gl.constexpr = gl.SliceLayout(0, BLOCK)
@@ -120,7 +121,7 @@ def invert(kk, s_gates, s_l, s_blocks, s_a, p_a, stride: gl.constexpr, rows, dty
 
 @gluon.jit
 def load_gates(g, beta, token, i_hv, HV: gl.constexpr, rows, BT: gl.constexpr):
-    """Return g and β of a chunk's tokens."""
+    """Return g and β of value head `i_hv` for the chunk at `token`; 0 past the sequence's end."""
     line: gl.constexpr = gl.BlockedLayout([2], [32], [1], [0])
     o_t = gl.arange(0, BT, line)
     p_t = (token + o_t) * HV + i_hv

@@ -9,8 +9,8 @@ from tokenmix_core.kernels.gluon.hopper import add, locate_chunk, locate_slot
 
 # log2 of the largest decay that counts as negligible: far below the rounding error of 16-bit operands
 NEGLIGIBLE = gl.constexpr(-32.0)
-# a chunk's decay if its write factor is outside [0, 1], since decays then do not bound the state; exceeds the magnitude
-# of any sum of decays
+# value that replaces a chunk's log2 decay if its write factor is outside [0, 1], since decays then do not bound the
+# state; it exceeds the magnitude of any sum of log2 decays, so that no sum that includes it is negligible
 UNBOUNDED = gl.constexpr(1e30)
 
 
@@ -48,7 +48,10 @@ def locate_segment(
 
 @gluon.jit
 def negligible_chunks(p_gates, segment, WARPS: gl.constexpr):
-    """Return how many chunks at a segment's start have a negligible effect on the state that leaves the segment."""
+    """Return how many chunks at a segment's start have a negligible effect on the state that leaves the segment.
+
+    The keys must have norm 1; `../forward.py` has the same function in Triton, with the reason.
+    """
     o_c = gl.arange(0, 128, gl.BlockedLayout([1], [32], [WARPS], [0])) + gl.maximum(segment // 64 - 128, 0)
     b_b = gl.load(p_gates + (o_c * 64 + 63) * 4, mask=o_c < segment // 64, other=0.0)
     b_left = gl.associative_scan(b_b, 0, add, reverse=True)
@@ -102,10 +105,11 @@ def decay_of(p_gates, p_w, stride, chunk, end, length):
 
 @gluon.jit
 def reverse_scan_end(p_gates, p_w, stride, end, chunks, length, BOUNDED: gl.constexpr):
-    """Return the end of the chunks with a noticeable effect on the gradient of the state that enters chunk `end`.
+    """Return one past the last chunk with a noticeable effect on the gradient of the state that enters chunk `end`.
 
-    BOUNDED: with keys of norm 1 and β ≤ 2 no update lengthens a column of the state, so decays bound contributions.
-    Without BOUNDED every chunk contributes, and the result is `chunks`, their number.
+    Only chunks before the index `chunks` are considered. BOUNDED: with keys of norm 1 and β ≤ 2 no update lengthens a
+    column of the state, so decays bound contributions. Without BOUNDED all of these chunks contribute, and the result
+    is `chunks`.
     """
     chunk = end
     if BOUNDED:
@@ -135,10 +139,11 @@ def reverse_scan_start(
 ):  # fmt: skip
     """Return one past the chunk at which a segment's reverse scan starts; `span.first` means that no scan is needed.
 
-    LOCAL: the scan computes the local gradient of the segment's entering state, from a zero gradient after the segment.
-    No scan is needed for the first segment of a sequence, nor if the decays of this segment and of the preceding one
-    are both negligible. CARRIED: the scan starts from the gradient of the next segment's entering state, unless the
-    decay of the next segment is negligible.
+    LOCAL: the scan computes the local gradient of the segment's entering state, from a zero gradient after the segment,
+    or from the final state's gradient in the last segment. No scan is needed for the first segment of a sequence, nor
+    if the decays of this segment and of the preceding one are both negligible. CARRIED: the scan starts at the
+    segment's end, from the gradient of the next segment's entering state, unless the decay of the next segment is
+    negligible. In all other cases it starts at the last chunk, in a later segment, whose effect is not negligible.
     """
     writes, slot, i_hv, HV = factors.writes, factors.slot, factors.i_hv, factors.HV
     first, end, chunks = span.first, span.end, span.count

@@ -53,7 +53,7 @@ def load_decay(p_g, stride, rows):
 
 @gluon.jit
 def cumulative_decay(g_j, o_i, o_j):
-    """Return cumulative decays in the row layout, and the whole chunk's decay, given decays in the column layout."""
+    """Return cumulative log2 decays in the row layout, and their last, given log2 decays `g_j` in the column layout."""
     b_i = gl.sum(gl.where(o_i[:, None] >= o_j[None, :], g_j[None, :], 0.0), 1)
     return b_i, gl.sum(gl.where(o_i == 63, b_i, 0.0), 0)
 

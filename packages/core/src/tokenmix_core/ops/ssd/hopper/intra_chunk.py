@@ -14,10 +14,11 @@ PathSums = namedtuple("PathSums", "row column own skip")
 
 @gluon.jit
 def intra_chunk_gradients(b_qk, b_dp, s_b, s_dt, b_skip, sums, r, scale):
-    """Return P, with the skip weight added on its diagonal, and dP; store the `PathSums` of head r.
+    """Return P diag(Δ), with the skip weight added on its diagonal, and dP; store the `PathSums` of head r.
 
-    Column sums are taken before the factor Δ. The diagonal is not part of row and column sums, because no decay lies
-    between a token and itself.
+    `b_qk` is Q Kᵀ, `b_dp` is dO Vᵀ; `s_b` holds the cumulative log2 decays, `s_dt` Δ or None. Column sums and the
+    diagonal are taken before the factor Δ, row sums after it. The diagonal is not part of row and column sums, because
+    no decay lies between a token and itself.
     """
     BT: gl.constexpr = b_qk.shape[0]
     square: gl.constexpr = mma_layout_split_n(BT, gl.num_warps())

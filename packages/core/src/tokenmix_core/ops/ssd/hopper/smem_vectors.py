@@ -88,7 +88,10 @@ def gather(x_h):
 
 @gluon.jit
 def store_decay_gradients(p_dg, HV, rows, crossing_h, later_h):
-    """Store dg_t = Σ_{i ≥ t} crossing_i + Σ_{j < t} later_j of each head, the gradient of the log decays."""
+    """Store dg_t = Σ_{i ≥ t} crossing_i + Σ_{j < t} later_j of each head, the gradient of the log decays.
+
+    `later_j` are the terms from token j to the state after the chunk; `crossing_i` includes all others (README.md).
+    """
     layout: gl.constexpr = gl.BlockedLayout([1, 16], [8, 4], [gl.num_warps(), 1], [1, 0])
     col: gl.constexpr = gl.SliceLayout(0, layout)
     o_i, o_j = gl.arange(0, 64, gl.SliceLayout(1, layout)), gl.arange(0, 64, col)
