@@ -59,7 +59,10 @@ ALL_REGISTERS = 255
 
 
 def splits(programs: int, tiles: int, device: torch.device) -> int:
-    """Return into how many programs to split each of `programs` loops over `tiles` tiles, so that each SM gets two."""
+    """Return into how many programs to split each of `programs` loops over `tiles` tiles, so that each SM gets two.
+
+    The result is at most 64, and leaves each program at least two tiles if the loop has two.
+    """
     return max(1, min(2 * sm_count(device) // programs, tiles // 2, 64))
 
 
@@ -105,7 +108,10 @@ def register_limit(programs: int, registers: int) -> int | None:
 
 
 def row_tile(size: int) -> RowTile:
-    """Return the tile of operations on whole rows of `size` elements, such as norms: 4,096 elements, 16 per thread."""
+    """Return the tile of operations on whole rows of `size` elements, such as norms.
+
+    It has about 4,096 elements, 16 per thread; a longer row is a tile of its own.
+    """
     BD = next_power_of_2(size)
     BM = max(1, 4096 // BD)
     return RowTile(BM, BD, min(max(BM * BD // 512, 4), 16))

@@ -26,8 +26,8 @@ def gluon_step_tile(
 ) -> StateStep | None:
     """Return the tile of an operation's Gluon kernel for states `[..., HV, K, V]`; None if the portable kernel runs.
 
-    `tiles` maps a least number of programs to a tile, widest first: the first tile is used for which the states of q's
-    rows have at least that number of blocks of 64 columns.
+    `tiles` maps a least number of blocks of 64 columns to a tile, widest tile first. The tile returned is the first
+    whose number is at most that of the blocks in the states of all rows of q.
 
     Raises:
         ValueError: `impl` is "gluon" and the kernel does not run.

@@ -54,7 +54,7 @@ def ssd_steps(q: Tensor, v: Tensor, impl: str | None) -> Mapping[str, str]:
 
 
 def attention_steps(q: Tensor, k: Tensor, v: Tensor, impl: str | None) -> Mapping[str, str]:
-    """Name the kernels of each step of causal attention, for calls that use ours and no other library's."""
+    """Name our kernels of each step of causal attention; for calls that no other library computes."""
     plan = attention_plan.plan(q, k, v, Mask(True, None, 0), impl, v)
     steps = "outputs", "gradients of queries", "gradients of keys and values"
     return {
@@ -64,7 +64,7 @@ def attention_steps(q: Tensor, k: Tensor, v: Tensor, impl: str | None) -> Mappin
 
 
 def _state_step(gluon: GluonForm, tiles: Mapping[int, StateStep]) -> Callable[[Tensors, str | None], Mapping[str, str]]:
-    """Return a function that names the kernel of the step of one token of a recurrence."""
+    """Return a function that names the kernel of a recurrence's decoding step; see `Operation.kernels`."""
 
     def steps(tensors: Tensors, impl: str | None) -> Mapping[str, str]:
         tile = gluon_step_tile(tiles, gluon, tensors["state"], tensors["q"], impl)

@@ -41,7 +41,7 @@ def slot_arguments(pool: Pool | None) -> dict[str, Any]:
 
 
 def pool_strides(pools: Sequence[Pool] | None) -> list[int] | None:
-    """Return for each pool the elements from one slot to the next."""
+    """Return for each pool the number of elements from one slot to the next; None without pools."""
     return None if pools is None else [pool.state.stride(0) for pool in pools]
 
 
@@ -131,7 +131,10 @@ def check_spacing(op: str, slots: Tensor | None, state: Tensor, impl: str | None
 
 
 def slot_stride(slots: Tensor | None, pool: Tensor) -> int | None:
-    """Return the elements from one slot to the next; None without slots: the kernel then has no such parameter."""
+    """Return the number of elements from one slot of the pool to the next; None without slots.
+
+    A kernel for which `slots` and this stride are None is compiled without them.
+    """
     return None if slots is None else pool.stride(0)
 
 

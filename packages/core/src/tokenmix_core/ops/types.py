@@ -14,11 +14,12 @@ Layout = tuple[tuple[int, ...], torch.dtype]
 
 
 class ScanOutput(NamedTuple):
-    """The result of a recurrence.
+    """The result of a recurrence or of a short convolution.
 
     Attributes:
-        o: outputs, `[B, T, HV, V]`.
-        final_state: the state after the last token of each sequence, float32, `[N, HV, K, V]`.
+        o: outputs, `[B, T, HV, V]`; of a convolution `[B, T, D]`.
+        final_state: the state after the last token of each sequence, float32, `[N, HV, K, V]`; of a convolution the
+            last W − 1 inputs of each sequence, in their dtype, `[N, D, W − 1]`.
     """
 
     o: Tensor
@@ -30,7 +31,8 @@ class AttentionOutput(NamedTuple):
 
     Attributes:
         o: outputs, `[B, T, HQ, V]`.
-        lse: natural log of the sum of exponentials of the scores, `[B, T, HQ]`, float32; −∞ if the query sees no key.
+        lse: natural log of the sum of exponentials of the scores, `[B, T, HQ]`, float32 (float64 for float64 inputs);
+            −∞ if the query sees no key.
     """
 
     o: Tensor

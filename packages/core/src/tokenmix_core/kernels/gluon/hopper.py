@@ -20,7 +20,7 @@ LOWEST = gl.constexpr(-160.0)
 
 @gluon.constexpr_function
 def row_layout(columns, warps):
-    """Return the layout of a copy to or from shared memory: rows of 16 to 128 16-bit elements; 16 bytes per thread."""
+    """Return the layout of a copy to or from shared memory: rows of 16 to 256 16-bit elements; 16 bytes per thread."""
     return gl.BlockedLayout([1, 8], [256 // columns, columns // 8], [warps, 1], [1, 0])
 
 
@@ -231,7 +231,7 @@ def first_chunk(i_n, begin, T, C, PACKED: gl.constexpr):
 
 @gluon.jit
 def locate_slot(i_n, slots, fresh):
-    """Like `kernels.triton.varlen.locate_slot`."""
+    """Return a sequence's slot and whether it reads the state there, as `kernels.triton.varlen.locate_slot` does."""
     slot = gl.load(slots + i_n).to(gl.int64)
     known = slot >= 0
     if fresh is not None:

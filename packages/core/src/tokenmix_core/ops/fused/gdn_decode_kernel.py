@@ -64,7 +64,11 @@ def _rows(x: Tensor) -> Tensor:
 
 @triton.jit
 def convolve(x, weight, inputs, i_n, i_r, o_d, m_d, stride_x, D, W: tl.constexpr):
-    """Return SiLU of the convolution at one token, for channels `o_d`, in float32; only read row `i_r` of `inputs`."""
+    """Return the SiLU of the convolution at token `i_n`, for the channels `o_d`, in float32.
+
+    Row `i_r` of `inputs` has the W − 1 inputs before the token; it is not overwritten here. Channels outside of the
+    mask `m_d` get 0.
+    """
     p_x = inputs + (i_r * D + o_d) * (W - 1)
     b_z = tl.zeros(o_d.shape, tl.float32)
     for w in tl.static_range(W - 1):
@@ -97,7 +101,12 @@ def delta_layer_step_kernel(
     HEAD_K: tl.constexpr, HEAD_V: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, BD: tl.constexpr,
     W: tl.constexpr, PDL: tl.constexpr = False,
 ):  # fmt: skip
-    """Update BV columns of a head's state per program; the last program of a key head writes y and shifts inputs."""
+    """Update BV columns of a head of the state, and shift the inputs of the same columns of v, per program.
+
+    The program of a key head that arrives last also writes y of all its value heads, and shifts the inputs of q and k.
+    HEAD_K and HEAD_V are the sizes of the heads of q, k and v; K and V those of the heads of the state, of which
+    `parts` hold the columns of one value head.
+    """
     if PDL:
         gdc_launch_dependents()
     tiles = group * parts * (V // BV)

@@ -146,13 +146,13 @@ def merge_two(o_a, lse_a, o_b, lse_b):
 
 
 def attention_decode(q, k_cache, v_cache, cache_seqlens, *, window, sinks, scale):
-    """Return o `[B, TQ, HQ, V]` and the log-sum-exp `[B, TQ, HQ]`."""
+    """Return o `[B, TQ, HQ, V]` and the log-sum-exp `[B, TQ, HQ]` of attention to caches of consecutive tokens."""
     q, k_cache, v_cache = (dense_rows(x) for x in (q, k_cache, v_cache))
     return _decode(q, k_cache, v_cache, cache_seqlens, k_cache.shape[1], k_cache.shape[2], window, sinks, scale)
 
 
 def paged_attention_decode(q, k_pages, v_pages, page_table, lengths, *, scale, slots):
-    """Return o `[B, TQ, HQ, V]` and the log-sum-exp `[B, TQ, HQ]`."""
+    """Return o `[B, TQ, HQ, V]` and the log-sum-exp `[B, TQ, HQ]` of attention to the pages of each key head."""
     q = q.contiguous()
     # rows of a pool may be any distance apart
     k_pages, v_pages = (x if x[:1].is_contiguous() else x.contiguous() for x in (k_pages, v_pages))

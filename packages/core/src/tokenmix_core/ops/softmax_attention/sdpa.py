@@ -1,7 +1,8 @@
 """Run torch's own attention kernels, through the operators that return the log-sum-exp.
 
-A CPU runs torch's flash kernel, sequence by sequence if packed. CUDA runs cuDNN for plain attention on Hopper and newer
-devices, else FlashAttention-2 (packed batches, windows, fewer queries than keys, older devices).
+A CPU runs torch's flash kernel, sequence by sequence if packed. CUDA runs cuDNN for calls that `backends.takes_cudnn`
+accepts, on Hopper and newer devices; else FlashAttention-2: for packed batches, windows, single queries, causal
+attention with fewer queries than keys, head sizes that cuDNN does not support, and older devices.
 """
 
 from __future__ import annotations

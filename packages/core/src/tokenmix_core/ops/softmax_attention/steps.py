@@ -192,7 +192,7 @@ def attention_step(state, b_q, kv: KeyRows, at, mask, scale, config: Config, BN:
 
 @triton.jit
 def store_outputs(o, lse, tile: QueryTile, b_o, b_norm, b_lse, TQ, HQ, config: Config, BM: tl.constexpr):
-    """Normalise O by `b_norm`; store O and lse of a query tile."""
+    """Multiply the accumulator `b_o` by `b_norm`, the reciprocal row sums; store O and lse of a query tile."""
     s_ot = HQ * config.V
     p_o = o + (tile.i_b * TQ + tile.start) * s_ot + tile.i_h * config.V
     store_tile(p_o, b_o * b_norm[:, None], tile.i_t * BM, tile.queries, s_ot, config.V, BM, config.BV)

@@ -52,7 +52,11 @@ def kept_attention_by_blocks(x: autograd.Inputs) -> tuple[Tensor, Tensor]:
 
 
 def _ends_of_units(until: Int[Tensor, "B TK H"], unit: int, units: int, heads: int) -> Int[Tensor, "B U HM"]:
-    """Return for each unit (of `unit` keys) the first query that sees none of its keys, in any head of a group."""
+    """Return for each unit (of `unit` keys) the first query that sees none of its keys as a retained key.
+
+    The maximum is taken over the unit's keys and over the key heads that share a head of `keep`; `units` is U, `heads`
+    is HM.
+    """
     ends = until.unflatten(2, (heads, -1)).amax(3)
     if unit == 1:
         return ends

@@ -54,7 +54,10 @@ from tokenmix_core.ops.softmax_attention.steps import Rows, VisibleTo
 
 
 class KeySpan(NamedTuple):
-    """The KV tiles that a query tile visits (see `key_tiles`); `gap`: number of tiles between sinks and window."""
+    """The KV tiles that a query tile visits (see `key_tiles`), `count` in all.
+
+    `keys` is the number of keys of the sequence, `gap` the number of skipped tiles between sinks and window.
+    """
 
     keys: gl.tensor
     sink_tiles: gl.tensor

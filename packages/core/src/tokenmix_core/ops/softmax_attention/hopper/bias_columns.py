@@ -12,7 +12,7 @@ PARTS, BIAS_COLUMNS = gl.constexpr(bias_columns.PARTS.value), gl.constexpr(bias_
 
 @gluon.jit
 def store_bias(p_bias, b_lse, b_delta, rows, scale):
-    """Store the bias columns of the first `rows` queries of a tile."""
+    """Store the bias columns of the first `rows` queries of a tile; `scale` is that of `bias_of`."""
     layout: gl.constexpr = row_layout(BIAS_COLUMNS, gl.num_warps())
     row: gl.constexpr = gl.SliceLayout(1, layout)
     o_t = gl.arange(0, b_lse.shape[0], row)[:, None]
