@@ -159,10 +159,10 @@ def head_parts(k: Tensor, v: Tensor, impl: str | None, chunks_per_write: int = 0
 
 
 def programs_per_head(k: Tensor, v: Tensor, impl: str | None) -> int:
-    """Return programs per sequence and value head: one per 64 columns of V if Gluon runs heads of 256, else 1.
+    """Return programs per sequence and value head: one per 64 columns of V if K or V is 256 and Gluon can run, else 1.
 
-    The forward and the backward pass must agree on the segments, which depend on this number. So it stays the same if
-    kernels fail to compile between the two passes.
+    The forward and the backward pass must agree on the segments, which depend on this number. So the number depends on
+    the device and the dtype, but not on whether Gluon kernels compiled, which may change between the two passes.
     """
     wide = max(k.shape[-1], v.shape[-1]) > 128 and impl != "triton" and GLUON.limit(k.device, k.dtype) is None
     return v.shape[-1] // 64 if wide else 1

@@ -48,7 +48,8 @@ def longest_first_kernel(cu_seqlens, order, N, segment, slots, BLOCK: tl.constex
 def longest_first(tokens: int, segment: int, cu_seqlens: Tensor | None) -> Tensor | None:
     """Return the indices of a packed batch's segments, or of its sequences if `segment` is 0, longest first, int32.
 
-    None stands for any order: segments of an unpacked batch are equally long.
+    None stands for any order: segments of an unpacked batch are equally long, and more than `_MOST` segments take
+    longer to sort than the order saves.
     """
     if cu_seqlens is None:
         return None

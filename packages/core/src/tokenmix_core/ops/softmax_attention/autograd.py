@@ -23,7 +23,7 @@ _EAGER = ("sdpa", "reference")
 
 
 class Inputs(NamedTuple):
-    """Inputs of attention; `impl=None` stands for our kernels."""
+    """Inputs of attention; `impl=None` stands for our kernels in the forward pass (backward: see `backward_impl`)."""
 
     q: Tensor
     k: Tensor

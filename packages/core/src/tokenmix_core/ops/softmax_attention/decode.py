@@ -133,7 +133,7 @@ def _merge_two(
 
 
 def merge_two(o_a, lse_a, o_b, lse_b):
-    """Merge results over two disjoint sets of keys; return o `[B, T, HQ, V]` and lse `[B, T, HQ]`, float32."""
+    """Merge results over two disjoint sets of keys; return o `[B, T, HQ, V]` and the float32 lse `[B, T, HQ]`."""
     o_a, lse_a, o_b, lse_b = (x.contiguous() for x in (o_a, lse_a, o_b, lse_b))
     o, lse = torch.empty_like(o_a), torch.empty_like(lse_a)
     V = o.shape[-1]

@@ -56,14 +56,14 @@ def precision(dtype: torch.dtype) -> str:
 
 
 def listed_sizes(q, k, keys: KeyLists) -> dict[str, int]:
-    """Return the sizes and mask of a call over listed keys, keyed by the kernels' parameter names."""
+    """Return the sizes and mask of a call over the listed keys of `KeyLists`, keyed by the kernels' parameter names."""
     (_, TQ, HQ, _), (_, TK, H, _), (_, HM, U) = q.shape, k.shape, keys.lists.shape
     N = 0 if keys.cu_seqlens is None else len(keys.cu_seqlens) - 1
     return {"TQ": TQ, "TK": TK, "U": U, "HQ": HQ, "H": H, "HM": HM, "N": N, "window": keys.window or 0}
 
 
 def listed_constants(q, v, tile: AttentionTile, keys: KeyLists) -> dict:
-    """Return the constexprs that all kernels over listed keys share."""
+    """Return the constexprs that all kernels over the listed keys of `KeyLists` share."""
     given = constants(q, v, keys.cu_seqlens, Mask(True, keys.window, 0), tile)
     del given["CAUSAL"]
     return given | {"UNIT": keys.unit, "maxnreg": tile.maxnreg}

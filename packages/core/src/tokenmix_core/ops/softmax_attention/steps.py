@@ -1,7 +1,8 @@
 """One loop step of each portable attention kernel, and the named tuples that are its arguments.
 
-Dense attention reads contiguous KV tiles and masks them by distance. Attention to listed keys (`Config.LISTED`) reads
-keys at given positions: each tile holds either listed keys or local keys, and the mask treats the two differently.
+Dense attention reads contiguous KV tiles and masks them by distance. Sparse attention (`Config.LISTED`) reads keys at
+given positions: each tile holds either listed keys (retained keys, gathered by a list of their positions) or local
+keys, and the mask treats the two differently.
 """
 
 from __future__ import annotations

@@ -61,13 +61,13 @@ def _keys_bytes(tile: AttentionTile, head_size: int, dtype: torch.dtype) -> int:
 
 
 def listed_keys(head_size: int, dtype: torch.dtype) -> AttentionTile:
-    """Return the tile of the portable dK/dV kernel over listed keys; BN divides 64."""
+    """Return the tile of the portable dK/dV kernel for keys given in lists (`listed_keys/`); BN divides 64."""
     tile = attention("backward_keys", head_size, dtype)
     return tile._replace(maxnreg=ALL_REGISTERS) if dtype == torch.float32 and head_size > 128 else tile
 
 
 def work_tiles(tiles: int, device: torch.device) -> int:
-    """Return how many work tiles to add to the `tiles` key tiles of the dK/dV kernel over listed keys.
+    """Return how many work tiles to add to the `tiles` key tiles of the dK/dV kernel for listed keys (`listed_keys/`).
 
     Key tiles with many queries are split into several work tiles. Eight additional work tiles per SM balance the load;
     with few key tiles fewer are added, since a split key tile's partial sums take memory.

@@ -1,4 +1,7 @@
-"""Compute dk, dv and the gradient of `keep`: a kernel over listed keys, then sums over the heads that share `keep`."""
+"""Compute dk, dv and the gradient of `keep`: by the dK/dV kernel over listed keys, then by sums over heads.
+
+Listed keys are retained keys, gathered by a list of their positions (`softmax_attention/listed_keys/`).
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,10 @@ from tokenmix_core.ops.softmax_attention.types import KeyLists
 @cached_launch
 @triton.jit
 def _sum_keep(dm, d_keep, cu_seqlens, TK, U, H, HM, N, UNIT: tl.constexpr, BU: tl.constexpr, PACKED: tl.constexpr):
-    """Sum dm over the key heads that share a head of `keep`; a program takes BU one-token units, or one longer unit."""
+    """Sum dm, each key's term of the gradient of `keep`, over the keys of a unit and the key heads that share its mark.
+
+    A program takes BU units of one token, or one longer unit.
+    """
     blocks = tl.cdiv(U, BU) if UNIT == 1 else U
     i_u = tl.program_id(0) % blocks
     i_m = (tl.program_id(0) // blocks % HM).to(tl.int64)

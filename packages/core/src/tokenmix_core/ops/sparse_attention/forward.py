@@ -80,7 +80,7 @@ def _kept_attention_forward(
 
 
 def kept_attention_forward(q, k, v, o, lse, keys: KeyLists, scale, impl) -> None:
-    """Write o `[B, TQ, HQ, V]` and the log-sum-exp `[B, HQ, TQ]`."""
+    """Write o `[B, TQ, HQ, V]` and the log-sum-exp `[B, HQ, TQ]` of attention over local keys and the listed `keys`."""
     q, k, v = (dense_rows(x) for x in (q, k, v))
     if takes_gluon(impl, q, k, v, keys.until):
         from tokenmix_core.ops.sparse_attention.hopper.forward import forward

@@ -1,4 +1,4 @@
-"""Selection between Gluon and portable kernels for attention over retained keys."""
+"""Select Gluon or portable kernels for attention over retained keys."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Tiles of keys, called columns: contiguous local keys and gathered listed keys; the tiles that a query tile visits."""
+"""Tiles of keys, and the tiles that a query tile visits. The keys of a tile are called its columns.
+
+A tile has contiguous local keys, or listed keys: retained keys, gathered by a list of their positions.
+"""
 
 import triton
 import triton.language as tl

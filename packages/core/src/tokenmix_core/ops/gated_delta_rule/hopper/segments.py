@@ -143,7 +143,8 @@ def reverse_scan_start(
     or from the final state's gradient in the last segment. No scan is needed for the first segment of a sequence, nor
     if the decays of this segment and of the preceding one are both negligible. CARRIED: the scan starts at the
     segment's end, from the gradient of the next segment's entering state, unless the decay of the next segment is
-    negligible. In all other cases it starts at the last chunk, in a later segment, whose effect is not negligible.
+    negligible. In all other cases it starts at the last chunk, of this or a later segment, whose effect is not
+    negligible.
     """
     writes, slot, i_hv, HV = factors.writes, factors.slot, factors.i_hv, factors.HV
     first, end, chunks = span.first, span.end, span.count

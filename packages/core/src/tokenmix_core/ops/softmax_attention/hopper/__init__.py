@@ -1,6 +1,6 @@
 """Gluon attention kernels for Hopper: WGMMA, with cp.async prefetches during the MMAs."""
 
-# tile of 64 queries by 64 keys for one warpgroup; two CTAs run on an SM
+# tile of 64 queries by 64 keys for one warpgroup; two to four CTAs run on an SM
 TILE = 64
 WARPS = 4
 # queries per tile of the warp-specialised forward: 64 for each of two consumer warpgroups

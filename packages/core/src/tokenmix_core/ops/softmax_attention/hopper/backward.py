@@ -3,7 +3,7 @@
     dQ kernel     Q, dO, delta, lse resident; stages: K, V (two buffers)
       iteration   wait K_i, V_i → S = Q K_iᵀ and dP = dO V_iᵀ in flight together (WGMMA); cp.async K, V of i + 1
                   wait S → P = exp2(S − lse), mask; wait dP → dS = P ∘ (dP − delta); dQ += dS K_i
-      also        delta = rowsum(dO ∘ O) and bias columns of lse and delta → global, for the dK/dV kernel
+      also        delta = rowsum(dO ∘ O) − dlse, bias columns of lse and delta → global, for the dK/dV kernel
     dK/dV kernel  K, V resident; stages: Q, dO, bias columns (two buffers); loops over the GQA group's query tiles
       iteration   Sᵀ = bias + K Q_iᵀ and dPᵀ = bias + V dO_iᵀ in flight together; cp.async tile i + 1
                   wait Sᵀ → Pᵀ = exp2(Sᵀ), mask; dV += Pᵀ dO_i; wait dPᵀ → dSᵀ = Pᵀ ∘ dPᵀ; dK += dSᵀ Q_i

@@ -1,4 +1,7 @@
-"""Stages, resident operands and MMAs of the Hopper backward kernels of dense and sparse attention."""
+"""Stages, resident operands and MMAs of the Hopper backward kernels of dense and sparse attention.
+
+In sparse attention "keys are listed": a KV tile of the dK/dV kernel is gathered by a list of key positions.
+"""
 
 from __future__ import annotations
 

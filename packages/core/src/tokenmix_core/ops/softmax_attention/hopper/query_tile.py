@@ -27,7 +27,7 @@ def locate_query_tile(indices, TQ, TK, N, cu_seqlens, BM: gl.constexpr, PACKED: 
 
 @gluon.jit
 def store_tile(p_x, s_x, b_x, stride, rows):
-    """Store an accumulator through the smem buffer `s_x`, so that a thread stores 16 bytes at once."""
+    """Store the first `rows` rows of an accumulator through the smem buffer `s_x`, so that a thread stores 16 bytes."""
     s_x.store(b_x.to(s_x.dtype))
     barrier()
     store_rows(p_x, s_x, stride, rows, gl.num_warps())

@@ -46,9 +46,9 @@ def store_rows(p_x, b_x, o_t, m_t, stride, D: tl.constexpr, BD: tl.constexpr):
 
 @triton.jit
 def store_gradients(outputs, sums, tile: ColumnTile, o_k, m_k, TK, H, scale, config: Config, VALUES: tl.constexpr):
-    """Write dk, dv and, unless None, dm (the gradient of `keep`) of the keys at positions `o_k` where `m_k` is true.
+    """Write dk, dv and, unless None, dm of the keys at positions `o_k` for which `m_k` is true.
 
-    With VALUES, keys that are not retained have a gradient too.
+    dm is each key's term of the gradient of `keep`: 0 for keys that are not retained, unless VALUES.
     """
     dk, dv, dm = outputs
     b_dk, b_dv, b_dm = sums

@@ -225,7 +225,10 @@ def _find_query_tiles(
 def _split_work(
     facts, work_tiles, partial_tiles, totals, slots, tiles, programs, LEAST: tl.constexpr, BT: tl.constexpr
 ):  # fmt: skip
-    """One program splits all tiles into work tiles, each of at most max(LEAST, total / `programs`) query tiles."""
+    """One program splits all tiles of keys into work tiles, each of at most max(LEAST, total / `programs`) query tiles.
+
+    The total is the sum of the numbers of query tiles that see each tile of keys.
+    """
     work = tl.zeros([], tl.int64)
     for i in range(0, tiles, BT):
         o_x = i + tl.arange(0, BT)
