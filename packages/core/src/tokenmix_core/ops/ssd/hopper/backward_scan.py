@@ -1,5 +1,6 @@
-"""SSD backward on Hopper as a reverse scan: one program per head and sequence (or segment), the state gradient D in
-registers.
+"""SSD backward on Hopper as a reverse scan: one program per head and sequence or segment.
+
+D, the gradient of the state after a chunk, stays in registers and shared memory:
 
     chunks, last to first:
     q k v dO ─ cp.async, 2 stages ─┐
@@ -8,8 +9,8 @@ registers.
           └─ prefetch of the chunk before ─────────┤        dq dk dv of this chunk stay in their stage's buffers
              store of the chunk after ◄────────────┘        and are stored during the next chunk's MMAs
 
-P, dP and b are those of README.md; S is the state before the chunk. D stays on the SM. The gradients of Δ (v enters the
-state as Δ v) and of the skip weight (w in o = … + w v) are summed from results of the same MMAs.
+P, dP and b are those of README.md; S is the state before the chunk. The gradients of Δ (v enters the state as Δ v) and
+of the skip weight (w in o = … + w v) are summed from results of the same MMAs.
 """
 
 from collections import namedtuple
@@ -56,7 +57,7 @@ def state_layout(K, V, warps):
 Rows = namedtuple("Rows", "q k v do stride_q stride_k stride_v stride_do")
 # shared memory of two pipeline stages for the rows of each tensor
 Stages = namedtuple("Stages", "q k v do")
-# pointers to the gradients of q, k, v and g, at the sequence's first row
+# pointers to the gradients of q, k, v and g: the starts of the whole tensors
 Gradient = namedtuple("Gradient", "q k v g")
 
 
@@ -73,7 +74,11 @@ def prefetch_chunk(stages, stage, p, o_t, rows):
 
 @gluon.jit
 def store_chunk(d, stages, stage, crossing_h, later_h, o_out, HV, rows):
-    """Store a chunk's gradients in global memory; dq, dk and dv are in the stage's buffers of q, k and v."""
+    """Store a chunk's gradients in global memory; dq, dk and dv are in the stage's buffers of q, k and v.
+
+    `o_out` is the index of the chunk's first token and head in `[B · T, HV]`. `crossing_h` and `later_h` are the
+    vectors that `store_decay_gradients` adds up to dg.
+    """
     W: gl.constexpr = gl.num_warps()
     K: gl.constexpr = stages.q.shape[2]
     V: gl.constexpr = stages.v.shape[2]
