@@ -52,8 +52,8 @@ def diagonal_inverse_norm(b_xx, BT: tl.constexpr):
 def column(b_x, INDEX: tl.constexpr):
     """Return column INDEX of a tile `[BT, 4]`.
 
-    The four vectors that scale rows and columns of accumulators are interleaved in memory, so that one load serves all;
-    separate vectors would be loaded element by element, once for each layout that uses them.
+    The gated delta rule scales rows and columns of accumulators by four vectors. They are interleaved in memory, so
+    that one load serves all; separate vectors would be loaded element by element, once for each layout that uses them.
     """
     return tl.sum(tl.where(tl.arange(0, 4)[None, :] == INDEX, b_x, 0.0), 1)
 

@@ -5,7 +5,7 @@ For I + L with L strictly lower triangular, the inverses A₀ and A₁ of the tw
     (I + [[L₀₀, 0], [L₁₀, L₁₁]])⁻¹ = [[A₀, 0], [−A₁ L₁₀ A₀, A₁]],
 
 first for blocks of one row, then of 2, 4, 8 … rows. Every factor is a block of the matrix or of its inverse, so no
-intermediate exceeds the entries of the inverse. A Neumann series would need powers of L, which reach 10⁶ if keys repeat
+intermediate exceeds the entries of the inverse. A Neumann series would sum powers of L: if keys repeat, these reach 10⁶
 and cancel only in exact arithmetic.
 
 Each matrix is split into bfloat16 high and low parts once, for all of its MMAs.
