@@ -58,7 +58,7 @@ def packed_lengths(cu_seqlens: Int[Tensor, "N_plus_1"], tokens: int) -> Int[Tens
 def slot_ids(cu_seqlens: Int[Tensor, "N_plus_1"], tokens: int, chunk_size: int) -> Int[Tensor, "T"]:
     """Return, for each packed token, its chunk's index in tensors with one entry per chunk (see `chunk_slots`).
 
-    Each sequence starts with a new chunk; an index may belong to no chunk.
+    Each sequence starts with a new chunk. Some indices below `chunk_slots` may belong to no chunk.
     """
     index = torch.arange(tokens, device=cu_seqlens.device, dtype=cu_seqlens.dtype)
     sequence = sequence_ids(cu_seqlens, tokens)

@@ -22,7 +22,7 @@ from tokenmix_core._utils.trust import is_trusted, trusting
 from tokenmix_core.data.token_file import token_dtype
 from tokenmix_core.data.tokenizer import BYTES, PROBE, encode_texts, load_tokenizer
 
-# number of characters in a batch; number of batches to encode before worker processes are started
+# number of characters in a batch; number of batches that a stream must have for worker processes to be started
 _BATCH_CHARS, _FIRST_BATCHES = 2**18, 16
 # maximum number of batches per worker process that wait to be encoded or written
 _AHEAD = 3

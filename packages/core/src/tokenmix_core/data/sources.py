@@ -313,9 +313,9 @@ def _text_file(file: Path) -> str | LongText | BadRow:
 def module_family(name: str) -> str:
     """Return the family of a standard-library file, the name that decides its split.
 
-    A package is one family, so that near-duplicates such as the tables in `encodings` stay together. So is a module
-    with its implementation in Python, such as `datetime` and `_pydatetime`: code moves between the two from one Python
-    version to the next.
+    A package is one family, so that near-duplicates such as the tables in `encodings` stay together. A module and its
+    implementation in Python, such as `datetime` and `_pydatetime`, are one family, too: code moves between the two from
+    one Python version to the next.
     """
     return re.sub(r"^_+(py_?(?=.))?", "", name.partition("/")[0].removesuffix(".py"))
 
@@ -327,8 +327,9 @@ def stdlib_source(*, by_family: bool = True) -> Source:
     remaining text depends on the Python version, so its sha256 is part of the description.
 
     Args:
-        by_family: hold out whole families of modules, by name: a text that one Python version holds out is in no other
-            version's training part. False is the split by each file's text, for runs that began with it.
+        by_family: whether whole families of modules are held out, by name: a text that one Python version holds out is
+            then in no other version's training part. False selects files by their text, for runs that began with this
+            older split.
     """
     root = Path(sysconfig.get_paths()["stdlib"])
     files = sorted(

@@ -45,8 +45,8 @@ def mqar(
 ) -> RecallExamples:
     """Return examples of multi-query associative recall (Arora et al. 2023, Zoology).
 
-    A sequence begins with `num_pairs` pairs of a key and its value, all different. Each key occurs once more later, at
-    an even distance 2γ from the end of the pairs with p(γ) ∝ γ^(power − 1); there the model must predict its value.
+    A sequence begins with `num_pairs` pairs of a key and its value, all different. Each key occurs once more later, 2γ
+    positions after the last pair's key with p(γ) ∝ γ^(power − 1), γ ≥ 1; there the model must predict its value.
     Keys are drawn from [1, vocab_size / 2), values from [vocab_size / 2, vocab_size).
 
     Args:

@@ -95,7 +95,7 @@ def cache_bytes(cache: Any, *, allocated: bool = True) -> int:
 
 
 def weight_bytes(model: Any) -> int:
-    """Return the bytes of weights that a decoding step reads: all weights, except most rows of an untied embedding."""
+    """Return the bytes of weights that a decoding step reads: all, or if untied, all but the embedding's (few rows)."""
     embedding, output = model.get_input_embeddings(), model.get_output_embeddings()
     tied = output is not None and output.weight is embedding.weight
     total = sum(p.nbytes for p in model.parameters())
@@ -197,7 +197,7 @@ def measure_inference(
                 logits = model(input_ids=logits[:, -1:].argmax(-1), use_cache=True, **{CACHE: cache}).logits
 
         with decoding(getattr(output, CACHE)):
-            # measure inside `decoding`, which drops the parts of the cache that decoding steps do not need
+            # measure inside `decoding`, because an Oryx model may drop keys and values there (`modes`, `keep_kv`)
             allocated, content = (cache_bytes(getattr(output, CACHE), allocated=which) for which in (True, False))
             # one step that is not timed: it may move the cache to the storage of a captured graph
             decode(1)

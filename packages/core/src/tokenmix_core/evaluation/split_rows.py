@@ -23,7 +23,7 @@ def split_token_losses(
         block: tokens whose logits exist at the same time.
 
     Raises:
-        ValueError: another library's model, or a layer that cannot split rows; the same sentence on all ranks.
+        ValueError: another library's model, or a layer that cannot split rows; the message is the same on all ranks.
     """
     # a late import: `info` lists the suites and should not import models
     from tokenmix_core.modeling import HybridForCausalLM

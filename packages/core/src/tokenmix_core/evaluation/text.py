@@ -162,7 +162,7 @@ def text_tokens(text: str | None, tokenizer: Any, count: int) -> Int[np.ndarray,
 
 
 def training_tokens(text: str | None, tokenizer: Any) -> Int[np.ndarray, "n"] | None:
-    """Return the tokens of a text's training part; None if it has no training part and held-out part."""
+    """Return the tokens of a text's training part; None if the text is not divided into training and held-out part."""
     path = as_token_file(text, tokenizer)
     return TokenFile(path, "train", fingerprint=tokenizer_fingerprint(tokenizer)).tokens if path else None
 

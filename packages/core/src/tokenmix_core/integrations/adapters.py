@@ -1,7 +1,7 @@
 """Our operations with the names and arguments of the functions that transformers' hybrid layers call.
 
-The originals are in each family's `modeling_*.py`, under the same names. As in transformers, unknown keyword arguments
-are ignored, except the boundaries of packed documents, which are used.
+The originals are in each family's `modeling_*.py`, under the names that `FUNCTIONS` lists. As in transformers, unknown
+keyword arguments are ignored, except `cu_seq_lens_q` and `seq_idx`, the boundaries of packed documents, which are used.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ def causal_conv1d_fn(
     impl: Impl | None = None,
     **call: Any,
 ) -> Float[Tensor, "B D T"]:
-    """Convolve whole sequences.
+    """Convolve whole sequences causally with W taps.
 
-    A layer with a state prepends the state's W inputs to its own, so that T includes them.
+    A layer that continues a sequence prepends the W inputs of its cache to its own, so that T includes them.
     """
     x = hidden_states.transpose(1, 2)
     rows, cu_seqlens = _packed(x, call)
@@ -214,7 +214,7 @@ def gated_norm(
     *,
     impl: Impl | None = None,
 ) -> Tensor:
-    """The forward of norms that gate after normalising: by SiLU or, in Qwen4-Exp, optionally by a sigmoid."""
+    """Replace the forward of norms that gate after normalising: by SiLU or, in Qwen4-Exp, optionally by a sigmoid."""
     module: Any = self
     eps, impl = module.variance_epsilon, unless_gluon(impl)
     if getattr(module, "activation", "silu") == "sigmoid":
@@ -230,9 +230,10 @@ def norm_of_gated(
     *,
     impl: Impl | None = None,
 ) -> Tensor:
-    """The forward of Mamba-2's norms: gate, then normalise all channels, or groups of them, in the weight's dtype.
+    """Replace the forward of Mamba-2's norms: gate by SiLU, then normalise all channels, or groups of them.
 
-    In Falcon-H1, whose norm may gate after normalising, the result has the input's dtype.
+    The result has the wider dtype of input and weight. Falcon-H1's norm may gate after normalising; its result has the
+    input's dtype.
     """
     module: Any = self
     falcon = type(module).__name__ == "FalconH1RMSNormGated"
@@ -248,7 +249,7 @@ def norm_of_gated(
 def _packed(
     x: Float[Tensor, "B T ..."], call: dict[str, Any], cu_seqlens: Tensor | None = None
 ) -> tuple[Tensor, Int[Tensor, "N_plus_1"] | None]:
-    """If the call has packed documents, return x as one row, and the documents' boundaries; else return x and None."""
+    """If the call has packed documents, return x as one row `[1, B · T, ...]` and their boundaries; else x and None."""
     if cu_seqlens is None:
         cu_seqlens = call.get("cu_seq_lens_q")
     if cu_seqlens is not None:
@@ -259,7 +260,7 @@ def _packed(
 
 
 class _Last:
-    """Remembers the boundaries of the last `seq_idx`, so that only the first layer of a call waits for the device."""
+    """Converts `seq_idx` to boundaries and stores the last result: only a call's first layer waits for the device."""
 
     def __init__(self) -> None:
         self.index, self.version, self.cu_seqlens = None, -1, None

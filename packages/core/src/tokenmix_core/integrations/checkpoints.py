@@ -41,8 +41,9 @@ class Layout:
         read: converts the other library's configuration to ours; returns it and the names of weights.
         write: converts our configuration to the other library's; returns it and the names of weights. None if the
             layout can only be read.
-        ignored: suffixes of the names of tensors in the other library's files that are not weights of the model.
+        ignored: name suffixes of tensors that the other library's files contain and that are not weights of the model.
         reordered: used when reading: takes our name of a weight and the weight; returns it with its rows in our order.
+            None if the order is the same.
     """
 
     what: str
@@ -165,7 +166,8 @@ def load_third_party(source: Path, layouts: Sequence[Layout], dtype: str = "auto
     Args:
         source: the folder.
         layouts: the layouts that the folder may have.
-        dtype: "auto" for the dtype of the folder's embedding, or a name in `DTYPES`; decay rates stay float32.
+        dtype: "auto" for the dtype of the folder's embedding, or a name in `DTYPES`. Parameters that mixers hold in
+            float32, such as decay rates, stay float32 (`nn.KeepsFloat32`).
 
     Raises:
         ValueError: an unknown layout, a field that our models do not support, or weights that are damaged, missing,

@@ -166,7 +166,7 @@ def use_fallback(model: nn.Module) -> KernelUse:
 
 
 def _use(model: nn.Module, forward: Callable[[type], Callable[..., Any]]) -> KernelUse:
-    """Replace the forward of each of a model's layers by `forward(class)`."""
+    """Replace the forward of each supported module by `forward(cls)`; `cls` is the module's class in transformers."""
     layers = [(name, m, cls) for name, m in model.named_modules() if (cls := _known(type(m))) is not None]
     if not any(_runs_kernels(cls) for _, _, cls in layers):
         homes = {type(m).__module__ for m in model.modules()}
@@ -298,7 +298,7 @@ def _ours(cls: type, impl: Impl | None) -> Callable[..., Any]:
 
 
 def _rebuilt(cls: type, forward: FunctionType, functions: dict[str, Callable]) -> FunctionType:
-    """Rebuild a function and its decorators so that the global names in `functions` refer to our functions.
+    """Rebuild a class's forward and its decorators so that the global names in `functions` refer to our functions.
 
     Raises:
         ValueError: the code does not call all of `functions`.
@@ -343,5 +343,5 @@ def _as_method(norm: Callable[..., Any]) -> Callable[..., Any]:
 
 for _norm in (gated_norm, norm_of_gated):
     setattr(_norm, _MARK, True)
-    # pickle finds a method by its name, which must lead to the forward of the class
+    # pickle stores a bound method as its object and name: `getattr(object, name)` must find the class's forward
     _norm.__name__ = "forward"

@@ -11,8 +11,8 @@ def count_auxiliary_losses(trainer: type) -> Any:
     """Return a subclass of a trainer whose loss includes the mixers' auxiliary losses.
 
     TRL computes log-probabilities from the backbone's hidden states, and so drops these losses. The subclass adds their
-    sums over tokens, divided by `num_items_in_batch` if the trainer counts labels (SFT; this is the model's own loss),
-    else by the number of tokens in the model's calls (DPO, GRPO, rewards).
+    sums over tokens, divided by `num_items_in_batch` if the trainer counts labels (SFT; the result equals the loss that
+    the model itself computes), else by the number of tokens in the model's calls (DPO, GRPO, rewards).
 
     Args:
         trainer: a subclass of transformers' Trainer, such as TRL's `SFTTrainer`, `DPOTrainer` or `GRPOTrainer`.

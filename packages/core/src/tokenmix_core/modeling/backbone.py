@@ -118,7 +118,6 @@ class HybridPreTrainedModel(ChoosesAttention, CheckedLoading, PreTrainedModel):
     supports_gradient_checkpointing = True
     _no_split_modules = ["HybridBlock"]  # noqa: RUF012
     _skip_keys_device_placement = list(NAMES)  # noqa: RUF012
-    # assisted generation needs a rollback, which recurrent states cannot provide
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:

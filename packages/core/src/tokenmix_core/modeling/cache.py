@@ -24,8 +24,8 @@ class HybridCache(Cache):
     A call of the model opens a `Span` with `begin` and closes it with `end`. From the first layer's `acquire` to `end`
     the cache is marked as broken, because an error there leaves some layers ahead of others. Sequences are stored
     without padding, but the length reported to transformers counts padding, because transformers compares it with input
-    ids. When the memory for keys and values is full, it grows by half; with `max_length` it is allocated at once.
-    Between `fix` and `loosen` all tensors keep their addresses.
+    ids. When the memory for keys and values is full, it grows by half, but not beyond `max_length`, if given, before
+    sequences are longer. Between `fix` and `loosen` all tensors keep their addresses.
 
     Args:
         layers: the state of each layer (`model.make_cache()` builds them).

@@ -59,8 +59,7 @@ class ServedModel:
         self.config._attn_implementation = "flash_attention_2"
         self.states = RequestStates(model)
         self._chunks: list[Chunk] = []
-        # a function that is called with a request and the number of its first tokens that another request's snapshot
-        # covers
+        # called with a request's id and the number of its first tokens whose states another request's snapshot contains
         self.on_prefix: Callable[[str, int], object] = lambda request, tokens: None
 
     def eval(self) -> ServedModel:

@@ -196,7 +196,7 @@ class GeneratesInSteps:
         with self._steps(cache, getattr(generation_config, OPTION, None), keep=kept) as steps:
             if steps is not None and _loops_here(generation_config, stopping_criteria, model_kwargs, synced_gpus):
                 loop = _Loop(self, steps, logits_processor, stopping_criteria, generation_config, streamer)
-                # transformers may run mixtures of experts here by an implementation for few tokens
+                # in this context transformers may run mixture-of-experts layers by an implementation for few tokens
                 with getattr(self, "_optimize_model_for_decode", nullcontext)():
                     return loop(input_ids, model_kwargs, sync_every=1 if kept else SYNC_EVERY)
             sample: Any = super()._sample  # type: ignore[misc]

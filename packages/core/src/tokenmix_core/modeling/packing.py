@@ -96,7 +96,10 @@ def begin_call(
 
 
 def rolls_back(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorate a backbone's `forward`: if the cache has a history, first compute pending tokens; store the inputs."""
+    """Decorate a backbone's `forward` for caches with a history, which stores the inputs of each call.
+
+    The call first computes pending tokens: those that `crop` has kept and whose states it has dropped.
+    """
     name = name_of(forward)
     names = list(inspect.signature(forward).parameters)[1:]
     at = names.index(name)

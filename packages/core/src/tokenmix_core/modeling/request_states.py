@@ -38,9 +38,9 @@ class Chunk(NamedTuple):
 class RequestStates:
     """The states of requests; each state is a row of some cache.
 
-    One call computes new prompts together, another one further chunks of prompts. All requests with one new token take
-    one decoding step, in a cache whose rows are exactly these requests; as long as the same requests decode, their
-    states are not moved.
+    A call of the model computes new prompts of similar lengths together; other calls do so for further chunks of
+    prompts. All decoding requests, which have one new token each, take one decoding step, in a cache whose rows are
+    exactly these requests; as long as the same requests decode, their states are not moved.
 
     Args:
         model: a causal language model with `make_cache` and `decoding`.

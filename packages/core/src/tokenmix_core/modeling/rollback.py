@@ -131,7 +131,7 @@ class History:
         self.snapshots, self.inputs, self.pending = [], [], 0
 
     def change_batch(self, cache: Restorable, fn: Callable[[Tensor], Tensor]) -> None:
-        """Apply `fn`, which changes the batch, to the pending tokens; drop the snapshots and all other inputs."""
+        """Apply `fn`, which changes the batch, to the pending tokens; drop all other inputs; take a new snapshot."""
         self.inputs = [x.map(fn) for x in self.inputs[len(self.inputs) - self.pending :]]
         self.snapshots = [cache.snapshot()]
 

@@ -21,7 +21,7 @@ from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengt
 
 from tokenmix_core.modeling.decode_graph import CapturedSteps
 
-# processors that read nothing but the tokens so far, each with the attributes that its graph depends on
+# logits processors that read only the logits and the tokens so far, each with the attributes on which its graph depends
 _ON_DEVICE: dict[type, tuple[str, ...]] = {
     TemperatureLogitsWarper: ("temperature",),
     TopKLogitsWarper: ("top_k", "filter_value"),
@@ -173,7 +173,7 @@ def draw(
     scores: Tensor = processors(seen, logits.to(torch.float32, copy=True))  # type: ignore[arg-type]
     if not sample:
         return scores.argmax(-1, keepdim=True)
-    # as in torch.multinomial, which itself would synchronise to check the probabilities
+    # sample by exponential noise, as torch.multinomial does, which would also synchronise to check the probabilities
     probabilities = scores.softmax(-1)
     return (probabilities / torch.empty_like(probabilities).exponential_()).argmax(-1, keepdim=True)
 

@@ -88,7 +88,7 @@ def split_prefill(
         group: the ranks; None for all.
 
     Raises:
-        ValueError: a layer whose states cannot be split, or a cache with tokens; the same sentence on all ranks.
+        ValueError: a layer whose states cannot be split, or a cache with tokens; the message is the same on all ranks.
     """
     filled: HybridCache = model.make_cache() if cache is None else cache
     parts, tokens = 2 * dist.get_world_size(group), input_ids.shape[1]

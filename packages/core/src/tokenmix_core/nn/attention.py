@@ -111,8 +111,7 @@ class Attention(Mixer):
         q = q.unflatten(-1, (self.num_heads, self.head_dim))
         k, v = (x.unflatten(-1, (self.num_kv_heads, self.head_dim)) for x in (k, v))
         if state is not None and state.kv.fixed and self.rotary_dim is not None:
-            # this branch is a decoding step: only then does a call have one token per sequence and a state with fixed
-            # addresses
+            # only a decoding step, which has one token per sequence, runs while the state's addresses are fixed
             q = self._store(q, k, v, state, rotary)
             return output_linear(decoded(q, state.kv, state.span, impl=self.impl).o.flatten(-2), self.o_proj), None
         q, k = self.positioned(q, k, rotary)

@@ -25,7 +25,7 @@ from tokenmix_core.parallel import chunk_gated_delta_rule
 
 
 class GatedDeltaNet(Mixer):
-    """S_t = exp(g_t) (I − β_t k_t k_tᵀ) S_{t−1} + β_t k_t v_tᵀ, o_t = S_tᵀ q_t; y = W_o (norm(o) · silu(W_g x)).
+    """S_t = exp(g_t) (I − β_t k_t k_tᵀ) S_{t−1} + β_t k_t v_tᵀ, o_t = S_tᵀ q_t / √K; y = W_o (norm(o) · silu(W_g x)).
 
     q, k and v are projections of x, convolved along time and passed through SiLU; q and k have unit length.
     g = −exp(A_log) · softplus(W_a x + dt_bias), β = sigmoid(W_b x).
@@ -37,8 +37,8 @@ class GatedDeltaNet(Mixer):
         expand_v: V = expand_v · K.
         num_v_heads: heads HV of v, gates and state, a multiple of H; None for H.
         conv_size: width of the convolutions.
-        allow_neg_eigval: β in [0, 2], which allows negative eigenvalues of the transition.
-        output_gate: gate the outputs; without it they are only normalised.
+        allow_neg_eigval: whether β = 2 · sigmoid(W_b x), which allows negative eigenvalues of the transition.
+        output_gate: whether outputs are gated by silu(W_g x); without the gate they are only normalised.
         norm_eps: epsilon of the output norm.
         impl: implementation of the operations, None, "gluon", "triton" or "reference". "gluon" applies to whole
             sequences; single tokens and the convolution then take the default.

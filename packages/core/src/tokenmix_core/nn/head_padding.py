@@ -30,9 +30,10 @@ def attention_heads(
 class HeadFit:
     """Pad and split a linear recurrence's heads to sizes that its kernel supports, without changing the result.
 
-    A key size K between two supported sizes is padded to the larger one with zeros, which do not change the scores. The
-    columns of the state do not interact, so a value head of size V is split into equal heads of the largest supported
-    size that divides V, each with the gates of the original head; if no size divides V, the head is padded.
+    A key size K is padded with zeros, which do not change the scores, to the next supported size. The columns of the
+    state do not interact, so a value head of size V is split into equal heads of the largest supported size that
+    divides V, each with the gates of the original head. If no size divides V, the head is padded with zeros, and split
+    if V exceeds the largest size.
 
     Args:
         key_size: K.

@@ -222,9 +222,9 @@ def _(hidden, weight, labels, ignore_index, block_size, fused, needs_d_hidden, n
 def _gradients(
     hidden: Tensor, weight: Tensor, dtype: torch.dtype, needs_d_hidden: bool, needs_d_weight: bool, zero: bool
 ):
-    """Allocate the gradients of hidden and weight in float32, float64 if `dtype` is; unneeded ones are empty.
+    """Allocate the gradient of hidden, in hidden's dtype, and that of weight, in float32 or, for float64, float64.
 
-    With `zero`, the gradient of weight is filled with zeros.
+    `dtype` is the weight's. An unneeded gradient is empty. With `zero`, the gradient of weight is filled with zeros.
     """
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     d_hidden = torch.empty_like(hidden) if needs_d_hidden else hidden.new_empty(0)

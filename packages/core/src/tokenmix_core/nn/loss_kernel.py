@@ -15,7 +15,8 @@ def softmax_gradient_kernel(
 ):  # fmt: skip
     """Store the loss of one token per program; with GRADIENT, overwrite its logits by their gradient.
 
-    W, the number of logits with padding, is a multiple of 64: masks by V would prevent vectorised loads."""
+    V is the vocabulary size. W, the number of logits with padding, is a multiple of 64: masks by V would prevent
+    vectorised loads."""
     i_t = tl.program_id(0).to(tl.int64)
     p_l = logits + i_t * stride
     label = tl.load(labels + i_t)
@@ -26,7 +27,7 @@ def softmax_gradient_kernel(
             for first in range(0, W, BV):
                 tl.store(p_l + first + o_v, tl.zeros([BV], logits.dtype.element_ty), mask=first + o_v < W)
         return
-    # a label outside the vocabulary is loaded as NaN, which makes the loss NaN
+    # the logit of a label outside the vocabulary is NaN, which makes the loss NaN
     target = tl.load(p_l + label, mask=(label >= 0) & (label < V), other=float("nan")).to(tl.float32)
     # `top`: running maximum of the logits; `total`: the sum of their exponentials relative to it
     top, total = target, 0.0

@@ -12,7 +12,10 @@ from tokenmix_core.ops import swiglu, swiglu_linear
 
 
 def swiglu_width(hidden_size: int, ratio: float = 4.0, multiple: int = 256) -> int:
-    """Return the width, a multiple of `multiple`, of a SwiGLU with the parameters of an MLP of `ratio` · D units."""
+    """Return ⅔ · ratio · D, rounded up to a multiple of `multiple`.
+
+    A SwiGLU of this width has about as many parameters as an MLP of ratio · D units.
+    """
     return cdiv(int(hidden_size * ratio * 2 / 3), multiple) * multiple
 
 

@@ -1,4 +1,4 @@
-"""Permutation of rows whose backward gathers by the inverse permutation, without the sort or atomics of torch's own."""
+"""Permutation of rows whose backward gathers by the inverse permutation; torch's own backward sorts or uses atomics."""
 
 from __future__ import annotations
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from tokenmix_core.parallel.shard import Range, SequenceShard, Span
 
+# layer (None outside a model) and operation, under which `SequenceShard.traffic` counts bytes
 Label = tuple[int | None, str]
 Wanted = Callable[[Span], list[Range]]
 
@@ -50,15 +51,16 @@ def receive(shard: SequenceShard, x: Tensor, wanted: Wanted, name: str, key: obj
 def begin_receive(
     shard: SequenceShard, xs: Sequence[Tensor], wanted: Wanted, name: str, key: object
 ) -> Callable[[], list[list[Tensor]]]:
-    """Begin to send, for each span, the tokens of the whole row that it requests, from the ranks that own them.
+    """Begin an exchange that gives each span the tokens of the whole row that it requests (`wanted`).
 
-    Every rank must call this. The backward pass sends gradients to the ranks that own the tokens; these add them up.
+    Every rank must call this. The backward pass sends the gradients to the ranks that hold the tokens, which add them
+    up.
 
     Args:
         xs: this rank's tokens `[B, T_local, ...]`, of one dtype.
         wanted: returns the ranges of the whole row that a given span requests; must return the same on all ranks.
         name: name of the operation, under which `shard.traffic` counts the bytes.
-        key: identifies `wanted`: the plan of the exchange is kept under this key.
+        key: identifies `wanted`: the plan of the exchange is stored under `name` and `key`, and used again.
 
     Returns:
         A function that waits, and returns for each local span a tensor `[B, n, ...]` of each of `xs`. The loss must
@@ -225,8 +227,8 @@ def _begin_all_to_all(
 def begin_gather(shard: SequenceShard, x: Tensor, label: Label) -> Callable[[], Tensor]:
     """Begin to gather one tensor per span from all ranks; return a function that waits for them.
 
-    `x [local spans, ...]` holds the tensors of this rank's spans; its bytes count under `label`. The result
-    `[spans, ...]` is in the order of the spans in the row.
+    `x [local spans, ...]` holds the tensors of this rank's spans; `shard.traffic` counts the bytes under `label`. The
+    result `[spans, ...]` is in the order of the spans in the row.
     """
     x = x.contiguous()
     found = x.new_empty(shard.size * len(x), *x.shape[1:])

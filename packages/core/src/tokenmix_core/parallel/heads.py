@@ -1,4 +1,4 @@
-"""Give each rank whole rows of some heads, for operations that need more of a row than its neighbours' tokens."""
+"""Give each rank whole rows of some heads, for operations that need more than its own and preceding ranks' tokens."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ class HeadExchange:
     """Exchange this rank's tokens of all heads for whole rows of this rank's heads, and back.
 
     An operation that treats heads separately runs on whole rows as in one process: documents, chunks and selections may
-    cross ranks. A rank sends each tensor once, (n − 1) / n of its tokens, at any number of ranks n.
+    cross ranks. A rank sends its part of each tensor once, except its own heads: about (n − 1) / n of it for n ranks.
 
     Args:
-        shard: the split.
-        units: heads, or groups of heads that an operation needs together; at least the number of ranks.
+        shard: how sequences are split.
+        units: number of heads, or of groups of heads that an operation needs together; at least the number of ranks.
         name: the operation, under which `shard.traffic` counts bytes.
 
     Raises:
-        ValueError: fewer units than ranks; the same sentence on all ranks.
+        ValueError: fewer units than ranks; the message is the same on all ranks.
     """
 
     def __init__(self, shard: SequenceShard, units: int, name: str):

@@ -1,7 +1,7 @@
-"""The operations of `tokenmix_core.ops` for sequences that are split over ranks.
+"""Operations of `tokenmix_core.ops` for sequences that are split over ranks, and `shift_tokens`.
 
-Each function applies the operation of the same name and takes its arguments. Inside the context `sequence_shard`, or
-with the argument `sequence_shard`, the tensors contain only this rank's tokens of the rows.
+Each of the functions applies the operation of the same name and takes its arguments. Inside the context
+`sequence_shard`, or with the argument `sequence_shard`, the tensors contain only this rank's tokens of the rows.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ def chunk_gated_delta_rule(
         return ops.chunk_gated_delta_rule(*x, initial_state=before, cu_seqlens=boundaries, **options)
 
     def transition(x: Tensors) -> tuple[Tensor, Tensor]:
-        # start from the identity as initial state: the final state is M, and the outputs are P; for any state S, o = P
-        # S
+        # with the identity as initial state and v = 0, the final state is M and the outputs are P; with another initial
+        # state S they are M S and P S
         (batch, tokens, _, K), heads = x[1].shape, x[2].shape[2]
         wide = torch.promote_types(torch.promote_types(x[0].dtype, x[3].dtype), torch.float32)
         eye = torch.eye(K, dtype=wide, device=q.device).expand(batch, heads, K, K).contiguous()
@@ -69,7 +69,7 @@ def chunk_gated_delta_rule(
         return out.final_state, out.o
 
     def pull(x: Tensors, rows: Tensor | None, do: Tensor) -> Tensor:
-        # Pᵀ do equals the gradient of the initial state in SSD without decay
+        # Pᵀ do is the gradient of the initial state in an SSD without decay whose queries are P
         return initial_gradient(cast(Tensor, rows), do, torch.zeros_like(x[3]), impl=options.get("impl"))
 
     def of(group: HeadGroup) -> Recurrence:
@@ -95,7 +95,10 @@ def chunk_ssd(
     final_states: bool | None = None,
     **options: Any,
 ) -> ScanOutput:
-    """Apply `ops.chunk_ssd`, also to split sequences; further arguments as for `chunk_gated_delta_rule`."""
+    """Apply `ops.chunk_ssd`, also to split sequences.
+
+    `initial_state`, `cu_seqlens`, `sequence_shard` and `final_states` are as for `chunk_gated_delta_rule`.
+    """
     shard = require_shard("chunk_ssd", sequence_shard, cu_seqlens)
     if shard is None:
         more = {"dt": dt, "scale": scale, "initial_state": initial_state, "cu_seqlens": cu_seqlens, **options}
@@ -135,7 +138,8 @@ def _by_head_groups(
 ) -> ScanOutput:
     """Compute a recurrence; large states of one group of heads are gathered while another group computes.
 
-    `width` is that of the transitions; queries, keys and values are the first three of `tensors`.
+    `of` returns the recurrence of a group of heads. `width` is the number of rows and columns of a transition: K, or 1
+    for decays. Queries, keys and values are the first three of `tensors`.
     """
     q, _, v = tensors[:3]
     batch, _, heads, K = q.shape

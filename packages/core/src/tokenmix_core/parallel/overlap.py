@@ -9,8 +9,8 @@ from torch import Tensor
 
 T = TypeVar("T")
 
-# Bytes per group of heads: 37 us at the 450 GB/s of NVLink, about the CPU overhead of the calls that a further group
-# adds, and 340 us at the 50 GB/s of InfiniBand.
+# minimum bytes per group of heads: 37 us at the 450 GB/s of NVLink, about the CPU overhead of the calls that a further
+# group adds, and 340 us at the 50 GB/s of InfiniBand
 GROUP_BYTES = 1 << 24
 MAX_GROUPS = 4
 
@@ -37,7 +37,10 @@ class HeadGroup(NamedTuple):
 
 
 def head_groups(heads: int, sent: float) -> list[HeadGroup]:
-    """Divide heads into groups, at most one per `GROUP_BYTES` of the `sent` bytes, which must be equal on all ranks."""
+    """Divide heads into at most `MAX_GROUPS` groups, with at least `GROUP_BYTES` of the `sent` bytes each.
+
+    `sent` must be equal on all ranks, because each group has its own exchanges.
+    """
     count = max(1, min(heads, MAX_GROUPS, int(sent) // GROUP_BYTES))
     bounds = [i * heads // count for i in range(count + 1)]
     return [HeadGroup(bounds[i], bounds[i + 1], heads) for i in range(count)]

@@ -29,8 +29,8 @@ class Recurrence(NamedTuple):
         name: the operation's name, under which traffic is counted.
         run: `(tensors, initial_state, cu_seqlens)` → outputs and final states.
         state: `(tensors, initial_state)` → only the final states.
-        transition: `tensors` → M and P. M is `[B, HV, K, K]`, or `[B, HV, 1, 1]` for decays; `pull` reads P, which may
-            be None.
+        transition: `tensors` → M and P. M is `[B, HV, K, K]`, or `[B, HV, 1, 1]` for decays. P maps the state before
+            the tokens to their outputs; only `pull` reads it, and it may be None.
         pull: `(tensors, P, gradient of outputs)` → G, the gradient of the initial state.
         shape: the sizes (HV, K, V) of a state.
         width: width of M: K or 1.
@@ -98,7 +98,10 @@ class _Arrival:
 def _begin_maps(
     shard: SequenceShard, x: Recurrence, tensors: Tensors, rows: Tensor | None
 ) -> tuple[Maps, tuple[Callable[[], Tensor], Callable[[], Tensor]]]:
-    """Return M and P of each local span (its tokens that continue an earlier span); begin to gather all M and L."""
+    """Begin to gather M and L of all spans; return M and P of this rank's spans, and functions that await all M and L.
+
+    M and P of a span are those of its tokens that continue an earlier span's document; None if there are none.
+    """
     batch, shape = tensors[0].shape[0], x.shape
     label = shard.layer, x.name
     wide = functools.reduce(torch.promote_types, (t.dtype for t in tensors), torch.float32)
@@ -166,7 +169,10 @@ def _before(shard: SequenceShard, x: Recurrence, rows: Tensor | None, entering: 
 
 
 class _AddLeaving(torch.autograd.Function):
-    """Pass outputs and final states through; backward: add to final states' gradients those from later spans."""
+    """Pass outputs and final states through; backward: give states that leave a span the gradients from later spans.
+
+    These replace the final states' gradients of documents that continue after the span, which are zero.
+    """
 
     @staticmethod
     def forward(ctx, shard, arrival, m, o, final):

@@ -59,7 +59,7 @@ class SequenceShard:
     Args:
         tokens: T, the length of a whole row.
         cu_seqlens: boundaries of the documents in the whole row (then B = 1); None for one document per row. The CPU
-            reads them once, so that a tensor on the CPU avoids a synchronisation.
+            reads them once; a tensor on the CPU or a list avoids the synchronisation.
         layout: "contiguous" or "zigzag".
         group: the process group over which rows are split; None for all ranks.
         keeps_states: whether operations return the final states of whole rows on all ranks, for a cache.
@@ -149,13 +149,13 @@ class SequenceShard:
 
     @cached_property
     def heads(self) -> list[int]:
-        """For each span of this rank, the index in `parts` of its first part of a document."""
+        """For each span of this rank, the index in `parts` of the part with which it begins."""
         starts = [part[0] for part in self.parts]
         return [starts.index(span.offset) for span in self.local]
 
     @cached_property
     def tails(self) -> list[int]:
-        """For each span of this rank, the index in `parts` of its last part of a document."""
+        """For each span of this rank, the index in `parts` of the part with which it ends."""
         stops = [part[1] for part in self.parts]
         return [stops.index(span.offset + span.tokens) for span in self.local]
 
@@ -210,7 +210,7 @@ class SequenceShard:
     def to_rows(self, x: Tensor) -> Tensor:
         """Make each span of an unpacked row a row of its own.
 
-        Packed rows stay, because they have boundaries between spans.
+        A packed row stays as it is, because `cu_seqlens` has a boundary between its spans.
         """
         return x if self.packed or len(self.local) == 1 else x.unflatten(1, (len(self.local), -1)).flatten(0, 1)
 
@@ -276,9 +276,10 @@ def current_shard() -> SequenceShard | None:
 
 
 def require_shard(operation: str, given: SequenceShard | None, cu_seqlens: Tensor | None) -> SequenceShard | None:
-    """Return `given` or else the current shard.
+    """Return `given`, or the current shard if it is None; the result may be None.
 
-    With a shard refuse `cu_seqlens`, because the shard has the boundaries.
+    Raises:
+        ValueError: there is a shard and `cu_seqlens` is given, although the shard has the boundaries.
     """
     shard = current_shard() if given is None else given
     if shard is not None and cu_seqlens is not None:

@@ -29,8 +29,8 @@ class Engine:
         pool: sizes of the scheduler's token pool and of a step's batch; by default the largest that fit into free
             memory.
         max_tokens: maximum number of tokens of one request; by default the capacity of the pool.
-        prefix_bytes: maximum bytes of snapshots, which hold the states after the first tokens of prompts; see
-            `keep_prefixes`.
+        prefix_bytes: maximum bytes of snapshots, which hold the states after the first tokens of prompts, so that later
+            prompts can continue from them; 0 for no snapshots (`HybridBatchingManager.keep_prefixes`).
 
     Attributes:
         max_tokens: maximum number of tokens of one request, prompt and generated tokens together; at most the capacity
@@ -80,7 +80,7 @@ class Engine:
 
     @property
     def active(self) -> int:
-        """Number of requests that have not ended."""
+        """Number of requests that wait or run: neither finished nor cancelled."""
         return len(self._sampling)
 
     @property

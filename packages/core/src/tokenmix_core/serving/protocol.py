@@ -8,7 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from tokenmix_core.serving.sampling import MOST_LOGPROBS
 
-# options of the API that are accepted and ignored, because they do not change an answer
+# options of the API that are accepted and ignored: in this server they do not change an answer
 _IGNORED = {"metadata", "parallel_tool_calls", "prompt_cache_key", "safety_identifier", "service_tier", "store", "user"}
 # options of the API for which only these values are accepted, which change nothing; other values are an error
 _NEUTRAL: dict[str, tuple[Any, ...]] = {

@@ -36,10 +36,11 @@ class Choice:
     Attributes:
         index: index of the answer in the response.
         prompt: index of the answer's prompt in the request.
-        sampling: settings and log-probabilities of the request.
-        name: id of the request in the engine; empty before it is added.
+        sampling: settings of the answer, and the log-probabilities of its tokens.
+        detokenizer: converts the answer's tokens to text.
+        name: id of the answer's request in the engine; empty before the request is added.
         text: text of all tokens so far.
-        tokens: number of tokens generated so far.
+        tokens: ids of the tokens generated so far.
         reason: "stop" or "length" once the answer has ended, None before.
     """
 
@@ -170,7 +171,11 @@ class _Answers:
             raise HTTPException(404, f"the model {name!r} is not served, {self.name!r} is")
 
     def check_mode(self, body: Request) -> dict[str, Any]:
-        """Return the mixers' inputs: `mode`, from the request's body or after a colon in the model's name."""
+        """Check the model's name; return the mixers' inputs: `mode`, if the body or the name (`NAME:MODE`) has one.
+
+        Raises:
+            HTTPException: a model that is not served, or two modes.
+        """
         mode, own = body.mode, f"{self.name}:"
         if body.model and body.model.startswith(own) and "mode" in self.engine.model.input_takers:
             if mode is not None:
@@ -248,9 +253,9 @@ class _Answers:
     async def _steps(
         self, http: HTTPRequest, queue: asyncio.Queue, choices: list[Choice]
     ) -> AsyncGenerator[tuple[Choice, str, int], None]:
-        """Yield an answer with new text, the new text, and the number of the answer's earlier tokens.
+        """Yield, for each output of the engine, its answer, the new text and the number of the answer's earlier tokens.
 
-        Cancel the requests if the client disconnects.
+        At the end, also if the client disconnects, cancel the requests that still run.
         """
         left, checked = len(choices), time.monotonic()
         try:

@@ -19,16 +19,17 @@ class Detokenizer:
 
     def __init__(self, tokenizer: Any, stop: Sequence[str] = ()):
         self.tokenizer, self.stop, self.stopped = tokenizer, stop, False
-        # tokens before `read` have been returned as text; those from `context` on are decoded again with new tokens,
-        # whose text depends on them
+        # tokens before index `_read` have been decoded; those from index `_context` on are decoded again together with
+        # new tokens, whose text depends on the tokens before them
         self._context = self._read = 0
+        # decoded text that may be the beginning of a stop string, and has not been returned yet
         self._held = ""
 
     def add(self, tokens: Sequence[int], *, ended: bool = False) -> str:
-        """Return the text that `tokens` add: the text of all tokens so far without what earlier calls have returned.
+        """Return the text of `tokens`, all tokens of the request so far, without the text that earlier calls returned.
 
-        A last part that may belong to an incomplete character or to a stop string is kept until more tokens arrive or
-        `ended` is true.
+        An end of the text that may be an incomplete character or the beginning of a stop string is returned only when
+        further tokens decide it, or if `ended` is true.
         """
         if self.stopped:
             return ""

@@ -123,7 +123,7 @@ _RECALL_SIZES = {
     "100m": _RecallSize(
         1024, 1024, 768, 12, 2048, 6, {"num_heads": 3, "head_dim": 128, "expand_v": 2.0}, 0.005, 3000, 2**13, 5e-4
     ),
-    # 12 wide layers, where language models of 340M have 24: deeper models learn recall later
+    # 12 wide layers instead of the 24 of language models of this size, because deeper models learn recall later
     "340m": _RecallSize(
         2048, 2048, 1536, 12, 4096, 12, {"num_heads": 6, "head_dim": 128, "expand_v": 2.0}, 0.004, 3000, 2**13, 5e-4
     ),

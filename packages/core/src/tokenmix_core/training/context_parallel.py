@@ -54,5 +54,9 @@ class RowSplit:
         return {name: x for name, x in inputs.items() if name != "cu_seqlens"}, sequence_shard(shard)
 
     def share(self, loss: Tensor) -> Tensor:
-        """Return the group's loss with its gradient divided by `size`, because ranks' gradients are summed later."""
+        """Return the group's loss with its value divided by `size` and its gradient unchanged.
+
+        The Trainer adds up values and gradients over all ranks. The values of a group's ranks are equal, but the
+        gradient of a rank is only its part of the group's gradient.
+        """
         return loss - (1 - 1 / self.size) * loss.detach()

@@ -45,13 +45,13 @@ def fitted(model: Mapping[str, Any], given: Mapping[str, Sequence[Sequence[str]]
 
 
 def _labels(labels: list[str], layers: int) -> list[str]:
-    """Return `layers` labels: repeat a shorter pattern; of a longer one take the section with the most mixers."""
+    """Return `layers` labels: repeat a shorter pattern, or take the section of a longer one with the most labels."""
     if layers >= len(labels):
         return (labels * (layers // len(labels) + 1))[:layers]
     parts = [labels[i : i + layers] for i in range(len(labels) - layers + 1)]
     if layers < len(set(labels)):
-        # if several sections have the most mixers, take the last one: the pattern of a hybrid recipe ends with the
-        # mixer that the recipe is about
+        # no section has all labels: of the sections with the most, take the last one, because the pattern of a hybrid
+        # recipe ends with the mixer that the recipe is about
         parts.reverse()
     return max(parts, key=lambda part: len(set(part)))
 

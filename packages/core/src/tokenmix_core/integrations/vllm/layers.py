@@ -82,8 +82,8 @@ class ServedState(nn.Module, MambaBase):
         self.mixer, self.layout, self.elements, self.prefix = mixer, layout, elements, prefix
         self.inputs, self.rotary_dim, self.has_step_forms = (), mixer.rotary_dim, has_step_forms(type(mixer))
         self.prepare, self.max_length = prepare, max_length
-        # whether one call computes all prompts of a step, and whether calls leave states in their slots, for states of
-        # constant size
+        # packs: one call computes all prompts of a step; in_slots: calls read and overwrite states in their slots. Both
+        # only if all parts of the state have constant size
         constant = all(isinstance(x, TensorState) for x in layout.template.parts.values())
         self.packs, self.in_slots = (
             constant and vars(type(mixer)).get(name, False) for name in ("packs_states", "uses_slots")

@@ -22,12 +22,12 @@ from vllm.v1.sample.logits_processor import (  # pyright: ignore[reportMissingIm
 from tokenmix_core.nn.mixer import Mixer
 from tokenmix_core.nn.registry import find_mixer, known_mixers
 
-# by the identity of vLLM's configuration, which an engine's runner and layers share
+# maps the id of vLLM's configuration, which an engine's runner and layers share, to the engine's inputs
 _running: WeakValueDictionary[int, RequestInputs] = WeakValueDictionary()
 
 
 class RequestInputs(LogitsProcessor):
-    """The inputs of the requests of a batch, by their rows."""
+    """A logits processor that holds the mixers' inputs of each request in a batch, by the request's row."""
 
     def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool):
         config = vllm_config.model_config.hf_config

@@ -68,8 +68,8 @@ class SlotLayout:
     ) -> LayerState:
         """Return the states in `slots` as one layer's state for a call that overwrites them.
 
-        Lists of pages are used where they are. Of other parts the state has copies, or with `constant` those that are
-        of class `TensorState` are used where they are, too.
+        Parts of class `PagedKVState`, and with `constant` also those of class `TensorState`, use the pool's own
+        tensors. All other parts are copies, which `scatter` must store.
 
         Args:
             views: the tensors of the pool, as `views` returns them.
@@ -152,10 +152,9 @@ def slot_layouts(
 ) -> dict[str, SlotLayout]:
     """Return, by label, the slot layout of the layers, for sequences of up to `max_length` tokens.
 
-    `dtype` is the model's, `state_dtype` that of recurrent states in slots.
-
-    A model with one layer of each label computes one token on the CPU, which creates every tensor of the states. Parts
-    of a state that grow get the memory of `max_length` tokens.
+    `dtype` is the dtype of the model, `state_dtype` that of recurrent states in slots. To create every tensor of the
+    states, a model with one layer of each label computes one token on the CPU. Parts of a state that grow get the
+    memory of `max_length` tokens.
     """
     small = _reduced(config, labels)
     if not labels:

@@ -34,7 +34,7 @@ from tokenmix_core.ops import (
 logger = init_logger(__name__)
 
 
-# a mixin of classes that only vLLM knows
+# a mixin without a base class: the classes that it extends exist only in vLLM
 class _OurKernels:
     """A layer of vLLM that computes its convolutions, gates and delta rule with our kernels.
 
@@ -58,7 +58,7 @@ class _OurKernels:
             why = "speculative decoding" if layer.num_spec else f"heads of sizes {heads}"
             logger.warning_once("tokenmix: vLLM's own kernels of Gated DeltaNet run, because of %s", why)
         elif hasattr(layer, "forward_cuda"):
-            # of Qwen's forms, the one that calls `_forward_core`; it runs on every device
+            # the one of the Qwen layer's forwards that calls `_forward_core`; it runs on every device
             self._forward_method = layer.forward_cuda
 
     def get_kv_cache_spec(self, vllm_config: Any) -> Any:
@@ -126,7 +126,7 @@ class _OurKernels:
         return conv.split(self.sizes, 1), weight.split(self.sizes), states.unflatten(1, shape)
 
     def _heads(self, q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor) -> tuple[Tensor, ...]:
-        """Return q, k, v, log decay and β `[B, T, heads, ...]`, by heads of sizes that have kernels."""
+        """Return q, k, v, log decay and β `[B, T, heads, ...]`, with heads padded or split to sizes of our kernels."""
         layer: Any = self
         g, beta = delta_gates(a, b, layer.A_log, layer.dt_bias, max_beta=self.max_beta)
         fit = self.fit

@@ -20,8 +20,9 @@ Position = TypeVar("Position", int, Tensor)
 class KVState(StatePart):
     """Keys and values, `[N, slots, H, K or V]`, of all tokens, or of the first `sinks` and the last `window` tokens.
 
-    Without a window, a token's slot is its position, and when all slots are full their number grows by half. With one,
-    the slots are a ring buffer: the token at position p ≥ sinks is stored in slot sinks + (p − sinks) mod window.
+    Without a window, a token's slot is its position; when all slots are full, 1.5 times as many as needed are
+    allocated. With a window, the slots are a ring buffer: the token at position p ≥ sinks is stored in slot
+    sinks + (p − sinks) mod window.
 
     Args:
         heads: H.
@@ -37,11 +38,11 @@ class KVState(StatePart):
         self.heads, self.key_size, self.value_size = heads, key_size, value_size
         self.window, self.sinks = window, sinks if window is not None else 0
         self._stored: tuple[Tensor, Tensor] | None = None
-        # number of slots to allocate at once if the caller has announced the final length, else 0
+        # the final length, if the caller has announced it: more slots are not allocated before it is exceeded; else 0
         self._expected = 0
 
     def reserve(self, max_length: int) -> None:
-        """Announce `max_length`: the first write then allocates slots for this number of tokens."""
+        """Announce the final length `max_length`: slots grow by half up to it, but are not allocated beyond it."""
         self._expected = max_length
 
     @property
@@ -198,7 +199,10 @@ class KVState(StatePart):
             self._stored = _grow(keys, k, span.sequences, slots), _grow(values, v, span.sequences, slots)
 
     def _padded(self, needed: int) -> int:
-        """Return how many slots to allocate for `needed`: 1.5 times as many, but no more than the announced length."""
+        """Return how many slots to allocate for `needed` tokens, a multiple of 64 or the announced length.
+
+        That is 1.5 times `needed`, but at most the announced length; at a first write without one, it is `needed`.
+        """
         known = self._expected >= needed
         slots = needed if self._stored is None and not known else needed + needed // 2
         slots = cdiv(slots, 64) * 64

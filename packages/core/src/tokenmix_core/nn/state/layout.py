@@ -29,9 +29,10 @@ class Span:
     """Token layout of one call: N rows of `tokens` tokens each, appended to the sequences in the cache.
 
     Without a mask the call's tensors are dense, `[N, tokens, ...]`. With a mask they are packed, `[1, total, ...]`, and
-    contain no padding. A CUDA graph has fixed shapes, so padding stays in the tensors (`fixed`). If the call keeps no
-    states, padding is moved behind the real tokens of its row, `[N, tokens, ...]`, where causal mixers do not see it.
-    Otherwise padding forms one more sequence at the end of the packed call, whose outputs are discarded.
+    contain no padding. Under torch.compile shapes must not depend on the mask, so padding stays in the tensors
+    (`fixed`). If the call keeps no states, padding is moved behind the real tokens of its row, `[N, tokens, ...]`,
+    where causal mixers do not see it. Otherwise padding forms one more sequence at the end of the packed call, whose
+    outputs are discarded.
 
     Args:
         batch: N.

@@ -44,7 +44,7 @@ class StatePart:
     slots: Tensor | None = None
 
     def reserve(self, max_length: int) -> None:
-        """Announce that sequences will reach `max_length` tokens, so that memory can be allocated at once."""
+        """Announce that sequences will reach `max_length` tokens, so that no more memory than that is allocated."""
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
@@ -182,7 +182,7 @@ class TensorState(StatePart):
         return self.value
 
     def reset(self, batch: int, like: Tensor) -> None:
-        """Set the tensor, or the slots of the call, to zeros; do nothing if there is a tensor without slots."""
+        """Create the tensor, of zeros, if there is none; set the call's slots, if it has any, to zeros."""
         value = self.get(batch, like)
         if self.slots is not None:
             value.index_fill_(0, self.slots.long(), 0)
