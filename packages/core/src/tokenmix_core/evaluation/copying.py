@@ -63,7 +63,7 @@ def copy_losses(
     """
     batches = with_copy(windows, length, passage, distance).split(batch_size)
     losses = torch.cat([token_losses(model, batch.to(model.device)).double().cpu() for batch in batches]).numpy()
-    # losses[:, t] is the loss of token t + 1, so the last copy is at the end
+    # losses[:, t] is the loss of token t + 1, so the last `passage` losses are those of the last copy
     at = losses.shape[1] - passage
     first = None if distance is None else losses[:, at - distance : at - distance + passage]
     return first, losses[:, at:]

@@ -174,8 +174,8 @@ def bytes_per_token(sequences: Int[np.ndarray, "N T"], tokenizer: Any) -> float:
     """
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if isinstance(getattr(backend, "decoder", None), _byte_level()):
-        # in byte-level BPE, each character of a token's name stands for one byte of text; names of added tokens are
-        # text
+        # in byte-level BPE, each character of a token's name stands for one byte of text; only the name of an added
+        # token is the text itself
         added = {i: len(text.encode()) for text, i in tokenizer.get_added_vocab().items()}
         added |= dict.fromkeys(tokenizer.all_special_ids, 0)
         ids, counts = np.unique(sequences, return_counts=True)

@@ -37,7 +37,10 @@ def separating(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def handing_on(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap the forward of `Mamba2ForCausalLM` to pass on boundaries; without this it passes only a mask."""
+    """Wrap the forward of `Mamba2ForCausalLM`, which passes only a mask to its backbone, to pass on boundaries, too.
+
+    They are passed in a dictionary in place of the mask; `separating`, around the backbone's forward, unpacks it.
+    """
     names = list(inspect.signature(forward).parameters)[1:]
 
     @functools.wraps(forward)

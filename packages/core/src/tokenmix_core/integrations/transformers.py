@@ -146,7 +146,7 @@ def use_kernels(model_or_family: nn.Module | str, *, impl: Impl | None = None) -
 
 
 def use_fallback(model: nn.Module) -> KernelUse:
-    """Compute a model of these families by transformers' torch functions, for comparisons with our kernels.
+    """Compute a model of a family in `FAMILIES` by transformers' torch functions, for comparisons with our kernels.
 
     Raises:
         ValueError: the reasons given at `use_kernels`, or the family currently runs our kernels.

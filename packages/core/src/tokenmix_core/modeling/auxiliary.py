@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 
 class AuxiliaryLoss(NamedTuple):
-    """The auxiliary losses of one call: their sum over layers and tokens, and the number of predicted tokens."""
+    """The auxiliary losses of one call: their sum over layers and tokens, and the call's number of real tokens."""
 
     total: Tensor
     tokens: int

@@ -31,7 +31,7 @@ class HybridCache(Cache):
         layers: the state of each layer (`model.make_cache()` builds them).
         max_length: number of tokens that the sequences are expected to reach, padding included.
         offload: keep the states of all layers except the running one in CPU memory.
-        record: how many of the last tokens `crop` can remove; None keeps no history.
+        record: number of last tokens that `crop` can remove; None keeps no history.
     """
 
     layers: list[LayerState]  # type: ignore[assignment]

@@ -45,7 +45,7 @@ _OF_TRANSFORMERS = frozenset(
 DERIVED = {"num_attention_heads": "num_heads", "num_key_value_heads": "num_kv_heads", "head_dim": "head_dim"}
 
 
-# more layers than any model has; without a limit, the list of labels could exhaust memory before an error message
+# without a limit, the list of labels could exhaust memory before an error message; no model has MOST_LAYERS layers
 def check_depth(layers: Any) -> None:
     """Raise a ValueError for an implausible number of layers, before allocating anything per layer."""
     if isinstance(layers, int) and layers > MOST_LAYERS:

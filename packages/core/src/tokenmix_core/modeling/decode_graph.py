@@ -177,7 +177,7 @@ class Steps:
         modules = modules_of(model)
         self.mixers = [module for module in modules if isinstance(module, Mixer)]
         self.captured: CapturedSteps | None = None
-        # hooks and third-party modules such as adapters, read at the first step and compared before each later step
+        # hooks and third-party modules such as adapters, which `takes` checks before each step
         self._hooks = [hooks for m in modules for hooks in (m._forward_hooks, m._forward_pre_hooks)]
         self._third_party = [*filter(is_third_party, modules)]
         self._settings = settings_of(self._third_party)
@@ -194,7 +194,7 @@ class Steps:
         if self._within or torch.is_grad_enabled() or not cache.past or not isinstance(ids, Tensor):
             return False
         if any(self._hooks) or settings_of(self._third_party) != self._settings:
-            # hooks or adapters changed after the first step: captured graphs are outdated
+            # there are hooks, or adapters have changed since this object was made: a graph would not run them
             return False
         own = self.model.input_takers
         others = (name for name, x in given.items() if x is not None and name not in _IGNORED and name not in own)

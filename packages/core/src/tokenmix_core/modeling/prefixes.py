@@ -14,7 +14,9 @@ _MOST_SEEN = 1 << 16
 
 
 class Prefixes:
-    """Snapshots, each under a hash of its tokens, chained over blocks; the least recently used one is evicted first.
+    """Snapshots of states after whole blocks of tokens; the least recently used one is evicted first.
+
+    The key of a snapshot is a hash of its last block, that block's inputs, and the key of the block before.
 
     A prompt stores two snapshots: at its last block boundary, and at the last block boundary of the beginning that it
     shares with an earlier prompt. At least one token of each prompt is always computed.

@@ -35,8 +35,8 @@ class Mixer(KeepsFloat32):
         takes_more_tokens: whether training may append padding tokens to each row (`modeling.lengths`). This requires
             that no output depends on later tokens or on their number, and that the mixer returns no auxiliary tensors,
             or `bounds_more_tokens`. Subclasses do not inherit the value.
-        bounds_more_tokens: whether the mixer satisfies this only if `cu_seqlens` ends before the appended tokens; then
-            only single rows and packed rows get more tokens.
+        bounds_more_tokens: whether the mixer meets the requirement of `takes_more_tokens` only if `cu_seqlens` ends
+            before the appended tokens; then only single rows and packed rows get more tokens.
         splits_sequences: whether the mixer's operations are those of `tokenmix_core.parallel`, so that rows can be
             split over ranks. Subclasses do not inherit the value.
         splits_prompts: whether the states of rows that are split over ranks are right on every rank

@@ -50,8 +50,8 @@ def split_recurrence(
 ) -> Generator[None, None, tuple[Tensor, Tensor | None]]:
     """Return this rank's outputs and, if `final_states`, the final states of all rows or documents (else None).
 
-    A call for `in_turn`: the first `yield` lets other calls compute while maps are gathered; the second one lets other
-    calls be differentiated while gradients of states are gathered.
+    This is a generator for `in_turn`. Its first `yield` lets other generators compute while maps are gathered; its
+    second one lets the backward pass differentiate the others while gradients of states are gathered.
     """
     first = tensors[0]
     shard.check_local(x.name, first)
@@ -89,7 +89,7 @@ Maps = list[tuple[Tensor, Tensor | None] | None]
 
 
 class _Arrival:
-    """Passes the function that waits for the gradients of states from one node of the backward pass to another."""
+    """Holds the function `wait`, which `_BeginGradients` sets and `_AddLeaving` calls: it returns the gathered G."""
 
     wait: Callable[[], Tensor]
 

@@ -4,9 +4,10 @@ A training step launches thousands of kernels one by one. The GPU is idle whenev
 has launched the next one: most of the time for small models and batches, sometimes for large ones. In a CUDA graph
 there are no such gaps.
 
-Micro-batches with the same signature share a graph: the first micro-batch runs eagerly, the second is captured, later
-ones are replayed. All replays write gradients to the same memory: the first micro-batch of an optimizer step overwrites
-it, the others add to it. The graphs own this memory and that of the activations until they are dropped.
+Micro-batches with the same signature share a graph: the first micro-batch runs eagerly (with "auto" also the second),
+the next one is captured, later ones are replayed. All replays write gradients to the same memory: the first micro-batch
+of an optimizer step overwrites it, the others add to it. The graphs own this memory and that of the activations until
+they are dropped.
 """
 
 from __future__ import annotations

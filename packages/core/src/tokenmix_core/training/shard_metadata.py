@@ -62,7 +62,7 @@ def read_shard_metadata(path: Path) -> Metadata:
         except _RefusedError as refused:
             raise ValueError(f"{path} names {refused}, which does not describe tensors and could run code") from None
         except Exception as error:
-            # unpickling a damaged file can raise any type
+            # unpickling a damaged file can raise errors of any type
             raise ValueError(f"{path} is damaged ({type(error).__name__})") from error
     if not isinstance(found, Metadata):
         raise ValueError(f"{path} holds a {type(found).__name__}, not the metadata of a sharded checkpoint")

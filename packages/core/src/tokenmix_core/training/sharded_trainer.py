@@ -139,7 +139,7 @@ def reading(what: str, checkpoint: str | None) -> Iterator[None]:
     """Context manager for reading a checkpoint: any error becomes a ValueError that names the unreadable `what`.
 
     Raises:
-        ValueError: reading failed. All errors are caught, because unpickling a damaged file can raise any type.
+        ValueError: reading failed. Errors of all types are caught, because unpickling a damaged file can raise any.
     """
     try:
         yield

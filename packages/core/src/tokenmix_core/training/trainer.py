@@ -169,7 +169,7 @@ def training_arguments(recipe: Recipe, output_dir: Path) -> TrainingArguments:
         data_seed=recipe.data.data_seed,
         **_checkpointing(run.gradient_checkpointing),
         torch_compile=run.torch_compile,
-        # every checkpoint contains whole parameters, so that it can be loaded as a model
+        # without `sharded_checkpoint`, checkpoints contain whole parameters, so that they can be loaded as models
         fsdp=True if sharded else None,  # type: ignore[arg-type]
         fsdp_config={"version": 2, "state_dict_type": "FULL_STATE_DICT"} if sharded else None,
         ddp_find_unused_parameters=False,

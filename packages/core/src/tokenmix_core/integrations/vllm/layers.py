@@ -118,7 +118,7 @@ class ServedState(nn.Module, MambaBase):
         """Return the outputs `[1, T, D]` for the tokens of a step, and update the states of the step's requests."""
         metadata = get_forward_context().attn_metadata
         if metadata is None:
-            # return zeros in the step without requests by which vLLM measures memory
+            # vLLM measures memory by a step without requests: return zeros
             return torch.zeros_like(hidden_states), None
         step: StateMetadata = metadata[self.prefix]
         n = step.decodes

@@ -26,7 +26,7 @@ class StateMetadata:
 
     Attributes:
         decodes: number of decoding requests.
-        slots: slot of each request; 0, which belongs to no request, for padding of a captured batch.
+        slots: slot of each request; 0, which belongs to no request, for padding of the batch of a CUDA graph.
         decode_slots: int32, the slot of each request; -1 for padding.
         before: number of tokens of each request before the step.
         decode_lengths: `before` of the decoding requests, on the host.
@@ -103,7 +103,7 @@ class StateMetadataBuilder(AttentionMetadataBuilder):
         tokens = starts[1 : n + 1] - starts[:n]
         lengths = (ends - tokens).clamp_(min=0)
         slots, before = self.slots[:n], self.before[:n]
-        # padding of a captured batch has no tokens and slot 0, which belongs to no request
+        # padding of the batch of a CUDA graph has no tokens and slot 0, which belongs to no request
         before.copy_(common.seq_lens[:n] - (common.query_start_loc[1 : n + 1] - common.query_start_loc[:n]))
         before.clamp_(min=0)
         slots.copy_(torch.where(common.seq_lens[:n] > 0, table[:n], 0)).clamp_(min=0)

@@ -67,7 +67,7 @@ class _OurKernels:
         return super().get_kv_cache_spec(vllm_config)  # pyright: ignore[reportAttributeAccessIssue]
 
     def get_prefill_checkpoint_alignment(self) -> int | None:
-        # from vLLM 0.32 on; our kernels store no states within a prompt
+        # vLLM calls this from version 0.32 on; our kernels store no states within a prompt
         return None if self.ours else super().get_prefill_checkpoint_alignment()  # pyright: ignore[reportAttributeAccessIssue]
 
     def _forward_core(self, mixed_qkv: Tensor, b: Tensor, a: Tensor, core_attn_out: Tensor) -> None:
@@ -79,7 +79,7 @@ class _OurKernels:
         found = get_forward_context().attn_metadata
         step = found.get(layer.prefix) if isinstance(found, dict) else None
         if step is None:
-            # the step without requests by which vLLM measures memory
+            # vLLM measures memory by a step without requests
             return
         n, end = step.num_decode_tokens, step.num_decode_tokens + step.num_prefill_tokens
         if n:
@@ -90,7 +90,7 @@ class _OurKernels:
     def _decode(self, mixed: Tensor, a: Tensor, b: Tensor, step: Any) -> Tensor:
         """Return the outputs `[N, HV, V]` for one token of each request."""
         convs, weights, states = self._in_slots()
-        # vLLM pads a captured batch by slot 0, which belongs to no request
+        # vLLM pads the batch of a CUDA graph with slot 0, which belongs to no request
         slots = step.non_spec_state_indices_tensor[: len(mixed)]
         slots = torch.where(slots > 0, slots, -1)
         xs = mixed.split(self.sizes, -1)

@@ -38,11 +38,11 @@ class KVState(StatePart):
         self.heads, self.key_size, self.value_size = heads, key_size, value_size
         self.window, self.sinks = window, sinks if window is not None else 0
         self._stored: tuple[Tensor, Tensor] | None = None
-        # the final length, if the caller has announced it: more slots are not allocated before it is exceeded; else 0
+        # the announced final length, which limits the number of slots until a sequence exceeds it; 0 if there is none
         self._expected = 0
 
     def reserve(self, max_length: int) -> None:
-        """Announce the final length `max_length`: slots grow by half up to it, but are not allocated beyond it."""
+        """Announce the final length `max_length`, which limits the spare slots that are allocated."""
         self._expected = max_length
 
     @property

@@ -149,7 +149,11 @@ class Span:
 
     @_once
     def index(self) -> Int[Tensor, "total"]:
-        """Index of each real token in the flattened `[N · tokens]`; waits for the device unless shapes are `fixed`."""
+        """Index in the flattened `[N · tokens]` of each token of the call's tensors.
+
+        If padding stays in these tensors, the indices include padding, after the real tokens (of its row if `aligned`);
+        if not, computing the indices waits for the device.
+        """
         assert self.mask is not None
         if self.aligned:
             order = (~self.mask).to(torch.uint8).argsort(dim=1, stable=True)

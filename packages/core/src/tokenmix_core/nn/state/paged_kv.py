@@ -20,11 +20,11 @@ _COLUMNS = 16
 
 
 class Pages(NamedTuple):
-    """Upper bounds of how many pages a row uses, and how many a head uses.
+    """Numbers of pages in use (or upper bounds of these), or numbers of allocated pages.
 
     Attributes:
-        row: pages used by all heads of a row, for the row with the most.
-        head: pages used by a head, for the head with the most.
+        row: pages of all heads of a row, for the row with the most.
+        head: pages of a head, for the head with the most; or columns of the page table.
     """
 
     row: int
@@ -39,8 +39,8 @@ class PagedKVState(StatePart):
 
     A head retains whole runs of `page` tokens. Row n of the keys `[N, P, page, K]` and of the values `[N, P, page, V]`
     holds the pages of all heads of the row, from page 1 on, in the order in which they were filled. The table `[N, H,
-    columns]` lists each head's pages. A head that drops a step's run writes to the unused page 0 and to the table's
-    last column instead, so that every step runs the same kernels.
+    columns]` lists each head's pages. If a head drops a run, the run is written to the unused page 0, and its entry to
+    the table's last column, so that every decoding step runs the same kernels.
 
     The device holds the lengths. The host holds upper bounds of the pages in use, which each call raises without a
     synchronisation. If a bound exceeds the allocated memory, the host reads the true number from the device, and
