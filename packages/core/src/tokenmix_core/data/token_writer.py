@@ -32,7 +32,8 @@ from tokenmix_core.data.token_file import (
 P = ParamSpec("P")
 T = TypeVar("T")
 _SPLITS = ("train", "held_out")
-# a document with more tokens than this is split if it is the only one; minimum number of tokens held out from its end
+# a document with more tokens than this is split if it alone would be held out; minimum number of tokens held out from
+# its end
 _LARGE_DOCUMENT, _LEAST_HELD_OUT = 2**18, 2**14
 
 
@@ -47,7 +48,10 @@ def _least(tokens: np.ndarray, edges: np.ndarray) -> np.ndarray:
 def _hold_out_one(
     tokens: np.ndarray, lengths: np.ndarray, share: float, eos_token_id: int
 ) -> tuple[dict[str, list[np.ndarray]], dict[str, np.ndarray]]:
-    """Hold out one document, or the last tokens of a large one; return tokens and lengths of both splits."""
+    """Hold out the documents, or the part of a large document, that `finish` describes.
+
+    Return the tokens and the documents' lengths of both splits.
+    """
     ends = np.cumsum(lengths)
     edges = np.stack([ends - lengths, ends], 1)
     moved = np.array([True]) if len(lengths) == 1 else _least(tokens, edges)
@@ -188,8 +192,9 @@ class TokenFileWriter:
         """Join the two splits, write offsets and meta, and rename the folder to its final name.
 
         If `hold_out` is not 0 but no document was held out, then hold out the document with the smallest hash, and
-        documents equal to it, unless all documents are equal. If that document is the only one and large, hold out only
-        its last tokens.
+        documents equal to it, unless all documents are equal. If this is one document and it is large (more than 2**18
+        tokens and more than the fraction `hold_out` of all), hold out only its last tokens. The only document of a file
+        is held out only in this way.
         """
         self._close_files()
         lengths = {s: np.fromfile(self.partial / f"{s}.lengths", "<i8") for s in _SPLITS}

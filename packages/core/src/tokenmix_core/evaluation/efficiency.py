@@ -95,7 +95,10 @@ def cache_bytes(cache: Any, *, allocated: bool = True) -> int:
 
 
 def weight_bytes(model: Any) -> int:
-    """Return the bytes of weights that a decoding step reads: all, or if untied, all but the embedding's (few rows)."""
+    """Return the bytes of weights that a decoding step reads.
+
+    It reads all weights, except an input embedding that is not tied to the output layer, of which it reads few rows.
+    """
     embedding, output = model.get_input_embeddings(), model.get_output_embeddings()
     tied = output is not None and output.weight is embedding.weight
     total = sum(p.nbytes for p in model.parameters())
@@ -293,7 +296,10 @@ def settings_of(model: Any) -> dict[str, Any]:
 
 
 def curve(title: str, y: str, rows: list[dict[str, Any]], columns: dict[str, str]) -> Plot:
-    """Return a plot over context length; `columns` maps columns of `rows` to curves' names, unless a row lacks one."""
+    """Return a plot over context length with a curve for each column in `columns` that all `rows` have.
+
+    `columns` maps each column to its curve's name.
+    """
     series: Series = {
         name: ([row["context"] for row in rows], [row[column] for row in rows])
         for column, name in columns.items()

@@ -144,8 +144,8 @@ def cut_sequences(tokens: Int[np.ndarray, "n"], length: int, limit: int) -> Int[
 def perplexity_suite(model: Any, tokenizer: Any, options: EvalOptions) -> SuiteResult:
     """Measure the loss by position on text, at the largest of `options.lengths` (by default 2,048 tokens).
 
-    If the text has a training part and the vocabulary is small, the loss of a bigram model of that part is a second
-    row.
+    The rows have the mean loss in ranges of positions and of all positions. If the text has a training part and the
+    vocabulary is small, a last row has the loss of a bigram model of that part.
     """
     options.choose("perplexity-by-position", ("perplexity-by-position",))
     length = options.one_length("perplexity-by-position", 2048)

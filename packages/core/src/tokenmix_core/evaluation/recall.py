@@ -249,8 +249,9 @@ def niah_haystack(tasks: Sequence[str], options: EvalOptions, tokenizer: Any) ->
 def niah_suite(model: Any, tokenizer: Any, options: EvalOptions) -> SuiteResult:
     """Measure S-NIAH 1 to 3: the fraction of needles whose value greedy decoding produces, by context length and depth.
 
-    The lengths are 1,024 to 4,096 tokens by default. Each row has the result at each depth, from 0 (start) to 1 (end of
-    the haystack). While a model is being trained, `answer loss` falls long before the accuracy rises.
+    The lengths are 1,024 to 4,096 tokens by default. Each row is of one task and length, with needles at evenly spaced
+    depths from 0 (start) to 1 (end of the haystack); a plot shows the accuracy by depth. While a model is being
+    trained, `answer loss` falls long before the accuracy rises.
     """
     limit, batch_size = options.limit or 50, options.batch_size or 8
     tasks = options.choose("niah", tuple(NIAH_TASKS))

@@ -82,7 +82,7 @@ def chunk_gated_delta_rule(
     impl: Impl | None = None,
     **call: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """Apply the gated delta rule to whole sequences; return the outputs and the final states (or None)."""
+    """Apply the gated delta rule to whole sequences; return outputs and the final states or None."""
     shape = value.shape
     query, cu_seqlens = _packed(query, call, cu_seqlens)
     key, value, g, beta = (x.reshape(*query.shape[:2], *x.shape[2:]) for x in (key, value, g, beta))
@@ -107,7 +107,10 @@ def recurrent_gated_delta_rule(
     impl: Impl | None = None,
     **call: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """Apply the gated delta rule token by token; if T is 1 and gradients are off, overwrite `initial_state`."""
+    """Apply the gated delta rule token by token; return the outputs and, if `output_final_state`, the final states.
+
+    If T is 1, gradients are off and a kernel supports dtype, layout and sizes of `initial_state`, it is overwritten.
+    """
     if (
         initial_state is not None
         and query.shape[1] == 1

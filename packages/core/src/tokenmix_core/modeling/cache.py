@@ -194,7 +194,7 @@ class HybridCache(Cache):
 
     @property
     def known_lengths(self) -> list[int]:
-        """Return the length of each sequence, or one value if all are equal; synchronises, while fixed only once."""
+        """The length of each sequence, or one value if all are equal; synchronises, if fixed only at the first use."""
         if self._lengths_equal:
             return [self.past]
         if self._read is None or not self.fixed:
@@ -208,7 +208,7 @@ class HybridCache(Cache):
 
     @contextmanager
     def capturing(self) -> Iterator[None]:
-        """Context manager for the capture of a decoding step, which does not run: it restores the host's counters."""
+        """Context manager: capture a decoding step, and restore the host's counters, because nothing was computed."""
         length, past = self.length, self.past
         try:
             yield
@@ -287,7 +287,7 @@ class HybridCache(Cache):
         self._change_batch(lambda x: x.repeat_interleave(repeats, 0), max(self.batch_size, 0) * repeats)
 
     def gather_rows(self, sources: Sequence[CacheRows], lengths: Sequence[int], emptied: Container[int] = ()) -> None:
-        """Replace all sequences by copies of rows of the model's other caches, with `lengths` tokens without padding.
+        """Replace all sequences by copies of rows of the model's other caches; `lengths`: real tokens of each row.
 
         Caches whose `id` is in `emptied` lose their states, layer by layer, as soon as these are copied.
         """

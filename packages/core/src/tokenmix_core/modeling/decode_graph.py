@@ -359,7 +359,7 @@ def why_not(model: Any, cache: Any) -> str | None:
 
 
 def graph_key(model: nn.Module, cache: HybridCache) -> Hashable:
-    """Return the key of captured steps: addresses of weights, classes and batch of cache parts, settings of torch."""
+    """Return the key of captured steps: weights' addresses, cache parts, settings of torch, mixers and adapters."""
     modules = modules_of(model)
     device: Any = next(model.parameters()).device
     modes = (torch.is_inference_mode_enabled(), torch.is_autocast_enabled(device.type))

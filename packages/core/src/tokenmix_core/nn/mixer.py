@@ -183,7 +183,8 @@ class Mixer(KeepsFloat32):
     def step_form(self, span: Span) -> Hashable:
         """Return a key of a decoding step with the layout `span`: steps with equal keys run the same kernels.
 
-        A CUDA graph is captured for each key. `span.count` and `span.ends` need no synchronisation.
+        A CUDA graph is captured for each key. `span.count` needs no synchronisation, and `span.ends` at most one for
+        all steps of a fixed cache.
         """
         return None
 

@@ -119,7 +119,7 @@ def convolved(
     cu_seqlens: Int[Tensor, "N_plus_1"] | None = None,
     step: bool = False,
 ) -> tuple[Tensor, ...]:
-    """Return each convolution's output for its x; one launch computes all outputs if they differ only in channels.
+    """Return each convolution's output for its x, by one launch if the convolutions differ only in their channels.
 
     Either every convolution has a state or none has; states are updated as by `ShortConv`. `step`: each row has one
     token, which continues its state.

@@ -45,7 +45,7 @@ def fitted(model: Mapping[str, Any], given: Mapping[str, Sequence[Sequence[str]]
 
 
 def _labels(labels: list[str], layers: int) -> list[str]:
-    """Return `layers` labels: repeat a shorter pattern, or take the section of a longer one with the most labels."""
+    """Return `layers` labels: repeat a shorter pattern; of a longer one take a section with the most distinct ones."""
     if layers >= len(labels):
         return (labels * (layers // len(labels) + 1))[:layers]
     parts = [labels[i : i + layers] for i in range(len(labels) - layers + 1)]

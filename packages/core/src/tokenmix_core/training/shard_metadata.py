@@ -46,7 +46,7 @@ class VerifiedReader(FileSystemReader):
         self.verified = read_shard_metadata(folder / _METADATA)
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Return the metadata that was verified; torch's own method would unpickle the files again."""
+        """Return the metadata that was verified; torch's own method would unpickle the file without a check."""
         return self.verified
 
 

@@ -85,7 +85,7 @@ def whole(value: Any, *, keep: bool) -> Any:
 
 
 def whole_weights(model: nn.Module, *, keep: bool) -> dict[str, Tensor]:
-    """Return a sharded model's state dict with whole tensors (see `whole`, and for `keep`); tied weights occur once."""
+    """Return a sharded model's state dict with whole tensors (`keep`: see `whole`); tied weights occur once."""
     return whole(_weights(model), keep=keep)
 
 

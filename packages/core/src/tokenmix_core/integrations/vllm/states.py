@@ -110,7 +110,7 @@ class SlotLayout:
         return state
 
     def _rows(self, name: str, views: dict[str, list[Tensor]], slots: Tensor, fresh: Tensor | None = None) -> StatePart:
-        """Return a copy of a part of the states in `slots`."""
+        """Return the part `name` of the states in `slots`, as a copy; zeros for the sequences that are `fresh`."""
         part = self.template.parts[name]
         rows = [view.index_select(0, slots).to(x.dtype) for view, x in zip(views[name], part.tensors, strict=True)]
         if fresh is not None:

@@ -44,7 +44,7 @@ class StatePart:
     slots: Tensor | None = None
 
     def reserve(self, max_length: int) -> None:
-        """Announce that sequences will reach `max_length` tokens, so that no more memory than that is allocated."""
+        """Announce that sequences will reach `max_length` tokens, which limits spare memory; by default do nothing."""
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
