@@ -2,8 +2,8 @@
 
 `import tokenmix_core` must not import transformers, yet `AutoConfig` must know our models, whichever of the two is
 imported first. A package therefore announces the names of its model types, and for each name the module that registers
-the model. When transformers' table of configurations looks up an announced name, it imports this module; `nn.registry`
-does the same for mixers.
+the model. This module changes transformers' table of configurations, so that looking up an announced name first imports
+the registering module. `nn.registry` does the same for mixers.
 """
 
 from __future__ import annotations

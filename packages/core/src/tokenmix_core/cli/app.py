@@ -339,7 +339,7 @@ def _fields_help() -> str:
 
 
 def add_eval_options(sub: argparse.ArgumentParser) -> None:
-    """Add to a command `--device`, `--dtype` and the options that all suites have."""
+    """Add to a command `--device`, `--dtype` and options of suites, some of which only some suites read."""
     sub.add_argument("--limit", type=int, metavar="N", help="examples for each task")
     sub.add_argument("--lengths", type=positive_integers, metavar="T,T", help="context lengths in tokens")
     sub.add_argument("--max-length", type=int, metavar="T", help="longest prompt with its answer; longer ones are cut")

@@ -54,8 +54,8 @@ class Encoding:
 
     Attributes:
         form: "bytes" for the built-in tokenizer, "backend" for a serialised tokenizer of the library `tokenizers`, or
-            "name".
-        content: the serialised tokenizer, or the tokenizer's name.
+            "name" for one that `load_tokenizer` loads by its name.
+        content: the serialised tokenizer ("backend") or the tokenizer's name ("name"); empty for "bytes".
         special_tokens: whether text that spells a special token, such as "<|endoftext|>", becomes that token.
         dtype: dtype of the tokens.
         trusted: whether the tokenizer's own Python code may run.

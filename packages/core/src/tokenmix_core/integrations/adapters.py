@@ -217,7 +217,7 @@ def gated_norm(
     *,
     impl: Impl | None = None,
 ) -> Tensor:
-    """Replace the forward of norms that gate after normalising: by SiLU or, in Qwen4-Exp, optionally by a sigmoid."""
+    """Normalise, then gate by SiLU or (an option of Qwen4-Exp) by a sigmoid: the forward of Gated DeltaNet's norms."""
     module: Any = self
     eps, impl = module.variance_epsilon, unless_gluon(impl)
     if getattr(module, "activation", "silu") == "sigmoid":
@@ -233,7 +233,7 @@ def norm_of_gated(
     *,
     impl: Impl | None = None,
 ) -> Tensor:
-    """Replace the forward of Mamba-2's norms: gate by SiLU, then normalise all channels, or groups of them.
+    """Gate by SiLU, then normalise all channels, or groups of them: the forward of Mamba-2's norms.
 
     The result has the wider dtype of input and weight. Falcon-H1's norm may gate after normalising; its result has the
     input's dtype.

@@ -233,7 +233,7 @@ class _Loop:
         model, steps, cache = self.model, self.steps, self.steps.cache
         logits = self._prefill(input_ids, given)
         token = draw(self.processors, logits, input_ids, sample=self.config.do_sample)
-        # transformers derives the next call's arguments from all tokens, and may free memory for it
+        # transformers derives the next call's arguments from all tokens; an Oryx model may drop keys and values here
         first = model.prepare_inputs_for_generation(
             torch.cat((input_ids, token), 1), next_sequence_length=1, **self.given
         )

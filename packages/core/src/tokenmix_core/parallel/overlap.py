@@ -37,9 +37,9 @@ class HeadGroup(NamedTuple):
 
 
 def head_groups(heads: int, sent: float) -> list[HeadGroup]:
-    """Divide heads into at most `MAX_GROUPS` groups, with at least `GROUP_BYTES` of the `sent` bytes each.
+    """Divide heads into up to `MAX_GROUPS` groups; several groups have on average at least `GROUP_BYTES` bytes each.
 
-    `sent` must be equal on all ranks, because each group has its own exchanges.
+    `sent`, the bytes of all groups together, must be equal on all ranks, because each group has its own exchanges.
     """
     count = max(1, min(heads, MAX_GROUPS, int(sent) // GROUP_BYTES))
     bounds = [i * heads // count for i in range(count + 1)]
@@ -47,7 +47,7 @@ def head_groups(heads: int, sent: float) -> list[HeadGroup]:
 
 
 def in_turn(calls: Sequence[Generator[None, None, T]]) -> list[T]:
-    """Advance each call to its next `yield` in turn, and return the results.
+    """Advance each call, a generator, to its next `yield` in turn, and return the results.
 
     A call yields after it has begun an exchange, so that the next call computes while the first one's data travel. The
     backward pass does the same, because autograd runs the latest of the nodes that are ready.

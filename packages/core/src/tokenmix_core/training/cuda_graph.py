@@ -52,8 +52,9 @@ class GraphedStep:
     """Runs a model's forward and backward passes; if a signature recurs, captures and replays them as a CUDA graph.
 
     A signature consists of the shapes of the tensors, the values of all other inputs, the plain attributes of all
-    modules (such as a window that is drawn for each step) and the set of trainable parameters. Two micro-batches of one
-    signature must not differ in anything else, because a replay runs no Python code of the passes.
+    modules (such as a window that is drawn for each step), the set of trainable parameters, and whether the micro-batch
+    is the first of its optimizer step. Two micro-batches of one signature must not differ in anything else, because a
+    replay runs no Python code of the passes.
 
     Args:
         model: the model whose gradients are computed.

@@ -35,7 +35,8 @@ class Row(TypedDict):
     """A row of T tokens, with labels.
 
     Attributes:
-        input_ids, labels: `[T]` int64.
+        input_ids: `[T]` int64.
+        labels: `[T]` int64; `labels[t]` is the token that the logits at t − 1 should predict, −100 if none is scored.
         boundaries: positions inside the row at which documents begin.
         inputs: further inputs of the model by name, `[T, ...]`.
     """

@@ -34,9 +34,9 @@ def together(timeout: float) -> Iterator[None]:
     """Connect the ranks of a run and watch them in this `with` block; do nothing for one process or a nested block.
 
     Every rank increments a counter, its beat, in the store of the process group. If a rank raises an error, ends
-    without one, or writes no beat for `timeout` seconds, every other rank ends with a message that names it: by a
-    `RankFailure` or, if the other rank waits in a collective operation, by printing the message and exiting with status
-    2.
+    without one, or writes no beat for `timeout` seconds, every other rank ends with a message that names this rank. A
+    rank ends by a `RankFailure` or, while it waits in a collective operation, by printing the message and exiting with
+    status 2.
 
     Args:
         timeout: seconds without a beat after which a rank counts as stopped.

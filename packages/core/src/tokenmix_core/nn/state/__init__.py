@@ -4,8 +4,8 @@ The state of a layer, `LayerState`, has named parts whose tensors have the batch
 one tensor of constant size (a recurrent state, or the last inputs of a convolution). `KVState` holds the keys and
 values of all tokens or of a window. In two further classes each head holds a different number of tokens:
 `RaggedKVState` has a fixed number of slots per head, and in `PagedKVState` a head takes another page when it needs one.
-States contain no padding, and each sequence counts positions from its own first token, so batches of unequal lengths
-need no masks.
+States contain no padding, and each sequence counts positions from its own first token, so decoding steps need no masks,
+even if sequences have unequal lengths.
 """
 
 from tokenmix_core.nn.state.kv_cache import KVState as KVState

@@ -43,7 +43,8 @@ class Span:
         mask: `[N, tokens]`, True for real tokens; None if all are real.
         count: tokens stored by earlier calls, if `past` includes spare capacity; None if `past` is this number. The
             host knows `count` without a synchronisation, so `Mixer.step_form` may use it.
-        known: function that returns `lengths` as Python integers; None if this would need a synchronisation.
+        known: function that returns `lengths` as Python integers; None if every call of it would need a
+            synchronisation.
         fixed: with a mask, give all tensors shapes that do not depend on its values.
         stateless: whether the call keeps no states.
     """
