@@ -311,7 +311,7 @@ def _parser(
     if more is not None:
         more(partial(command, commands))
     if "convert" not in commands.choices:
-        # a command of the package replaces the command of core with the same name
+        # unless the package has its own command `convert`, add core's
         example = "models/mamba2-130m --out models/ours"
         sub = command(commands, "convert", "read another library's model folder, or write FLA's", example)
         sub.add_argument(

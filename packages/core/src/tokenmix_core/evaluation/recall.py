@@ -185,7 +185,7 @@ def _recall_suite(
     for name in tqdm(chosen, desc=names.suite, unit="task", disable=not options.progress):
         with parts.part(name):
             case = cases[name]
-            # the mean over examples is that over positions, because each example of a case has as many scored positions
+            # the mean over examples equals that over positions: all examples of a case have equally many
             accuracies, loss = _score_examples(model, examples(limit, case), options.batch_size or 32)
             accuracy = float(np.mean(accuracies))
             samples.append(accuracies)
