@@ -39,7 +39,7 @@ def separating(forward: Callable[..., Any]) -> Callable[..., Any]:
 def handing_on(forward: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap the forward of `Mamba2ForCausalLM`, which passes only a mask to its backbone, to pass on boundaries, too.
 
-    They are passed in a dictionary in place of the mask; `separating`, around the backbone's forward, unpacks it.
+    They are passed in a dictionary instead of the mask; `separating`, around the backbone's forward, unpacks it.
     """
     names = list(inspect.signature(forward).parameters)[1:]
 

@@ -20,7 +20,7 @@ _COLUMNS = 16
 
 
 class Pages(NamedTuple):
-    """Numbers of pages in use (or upper bounds of these), or numbers of allocated pages.
+    """Counts of pages: those in use (or upper bounds of these), or allocated ones.
 
     Attributes:
         row: pages of all heads of a row, for the row with the most.
