@@ -1,7 +1,7 @@
 """Learned token eviction (softmax attention to a window and to retained keys) and native sparse attention.
 
 Importing this package is fast, uses no device, and works without Triton and without a GPU. The import announces the
-model family to transformers' auto classes.
+model family to transformers' auto classes, and the mixers "lte", "nsa" and "tova" to core.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The paper's baselines in its setting: 10B or 32B tokens of FineWeb-Edu in rows of 4,096 tokens.
 
-The vocabulary has 32,000 tokens, and Gated DeltaNet heads have K = V = width / 8. All models of a size share width,
-depth and head count, so their parameter counts differ.
+The vocabulary has 32,000 tokens, and Gated DeltaNet has 8 heads of K = V = width / 8. All models of a size share width,
+depth and MLP, so their parameter counts differ by the mixers.
 """
 
 from __future__ import annotations

@@ -17,8 +17,8 @@ from tokenmix_lte.training import steer_sparsity
 def finetune(checkpoint: str, *, scorer: bool = False) -> Recipe:
     """Return a recipe that finetunes on 2B tokens of FineWeb-Edu, in rows of 4,096 of the checkpoint's tokens.
 
-    Keys, values and scorers are trained together, as in the paper's pretraining. The factor λ of each head's sparsity
-    loss adapts until the head retains about as many keys of a row as its layer's cap.
+    Unless `scorer`, all weights and the scorers are trained together, as in the paper's pretraining. The factor λ of
+    each head's sparsity loss adapts until the head retains about as many keys of a row as its layer's cap.
 
     Args:
         checkpoint: folder of a converted model, or of any other model with LTE layers.

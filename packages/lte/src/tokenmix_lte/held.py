@@ -64,7 +64,13 @@ def extend_packed(rule: Retention, tokens: Tokens, span: Span, held: Held | None
 
 
 class _Packed(NamedTuple):
-    """Attention's inputs for S packed tokens, `[S, H, ...]`, and these tokens' keys before rotation, for the scorer."""
+    """Attention's inputs for S packed tokens, and the keys before rotation that the scorer reads.
+
+    Attributes:
+        join: layout of the S tokens.
+        q, k, v, scores, ranks, ages: `[S, heads, ...]`; ages are positions, ranks decide which keys are retained.
+        scored, raw: layout and keys before rotation of the tokens that the scorer reads.
+    """
 
     join: Joined
     q: Tensor

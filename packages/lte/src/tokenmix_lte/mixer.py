@@ -87,7 +87,8 @@ class Lte(Mixer):
 
     attention_impls: ClassVar[dict[str, str]] = {"eager": "reference"}
     splits_sequences = True
-    # the scorer reads later tokens, and the sparsity loss covers all tokens
+    # appended tokens must lie after `cu_seqlens`, since the scorer reads later tokens and the sparsity loss covers all
+    # tokens
     takes_more_tokens = bounds_more_tokens = True
 
     def __init__(

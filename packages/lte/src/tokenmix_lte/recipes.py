@@ -1,7 +1,7 @@
 """Recipes: the paper's models, ablations and baselines, recall for one GPU, and a tiny model for a laptop.
 
-Hybrids have Gated DeltaNet at even layers and LTE at odd layers. As in the paper, all models of one size share width,
-depth and head count, so that their parameter counts differ by the mixers.
+Hybrids have Gated DeltaNet at even layers and LTE at odd layers. As in the paper, all models of one size share width
+and depth; they also share the MLP, so that their parameter counts differ by the mixers.
 """
 
 from __future__ import annotations
@@ -85,13 +85,14 @@ def _with_nsa(recipe: Recipe, name: str, description: str, options: dict[str, An
     )
 
 
-# window, cap and sinks of the recall models: together they hold fewer tokens than the key-value pairs in the first half
-# of a row
+# LTE options of the recall models, by size: a layer sees at most window + cap tokens, fewer than the key-value pairs
+# have, which fill the first half of a row
 _RECALL = {
     "small": {"num_heads": 2, "window": 64, "cap": 128, "sinks": 4},
     "100m": {"num_heads": 6, "window": 128, "cap": 256, "sinks": 4},
 }
-# the selected blocks have as many tokens as LTE retains (its cap); more query heads compensate for fewer key heads
+# the selected blocks have as many tokens as LTE retains (its cap); in "100m", 8 query heads instead of 6 compensate for
+# fewer key heads
 _RECALL_NSA = {
     "small": {"num_heads": 2, "num_kv_heads": 1, "head_dim": 64, "block": 16, "blocks": 8, "window": 64},
     "100m": {"num_heads": 8, "num_kv_heads": 2, "head_dim": 128, "block": 32, "blocks": 8, "window": 128},

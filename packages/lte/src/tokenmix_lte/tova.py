@@ -39,7 +39,7 @@ class Held(NamedTuple):
 class Tova(Attention):
     """Core's attention layer with the same weights, which in evaluation holds at most `held` tokens.
 
-    If a new token exceeds that number, all heads evict the token that gets the least attention from the new query,
+    If a new token would exceed that number, all heads evict the token that gets the least attention from the new query,
     averaged over query heads; of tokens with equal attention (up to rounding), the one in the first slot. In training
     the layer is full attention, because the method needs no training. Evaluation runs in PyTorch's own operations, with
     or without a cache, and token by token after the first eviction.

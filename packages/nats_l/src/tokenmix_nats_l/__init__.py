@@ -1,7 +1,7 @@
 """Neural Attention Search Linear: for each chunk of tokens, either softmax attention or the gated delta rule.
 
 Importing this package is fast, uses no device, and works without Triton and without a GPU. The import announces the
-model family to transformers' auto classes.
+model family to transformers' auto classes, and the mixer "nats_l" to core.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Variants of Table 4 of the paper that the fused operations lack: run on duplicated tokens, or chunk by chunk."""
+"""Variants of the paper's Table 4 that the fused operations lack: they run on duplicated tokens, or chunk by chunk."""
 
 from __future__ import annotations
 

@@ -27,10 +27,10 @@ class Tokens(NamedTuple):
     softmax_q: Tensor
     softmax_k: Tensor
     softmax_v: Tensor
-    # [B, T, H]
+    # log decay and write strength of the delta rule: [B, T, H]
     g: Tensor
     beta: Tensor
-    # [B, T, H · K]
+    # q before the split into heads, from which the weights of both operations are projected: [B, T, H · K]
     flat_q: Tensor
 
 
@@ -78,8 +78,8 @@ def chunk_means(
 def learned_types(scores: Float[Tensor, "B slots two_H"], threshold: ShareThreshold | None = None) -> ChunkTypes:
     """Give each chunk the type with the higher score, linear if equal; gradients pass to the types' probabilities.
 
-    A threshold is subtracted from the scores of the type softmax first. The operation that is not chosen gets no
-    gradient, because its entry in the types is 0 and multiplies its output.
+    First, a threshold is subtracted from the softmax scores. The type that is not chosen gets no gradient: attention
+    has none for chunks that it does not retain, and `_only_where_active` drops that of writes that are masked out.
     """
     both = at_least_float32(scores).unflatten(-1, (2, -1))
     if threshold is not None:

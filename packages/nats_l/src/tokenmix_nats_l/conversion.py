@@ -37,9 +37,10 @@ def convert(
 ) -> NatsLForCausalLM:
     """Replace Gated DeltaNet or attention layers by NAtS-L layers, for further training.
 
-    A Gated DeltaNet layer keeps all its weights. The weights of scores and of the softmax heads' norm start at 0, so
-    that all chunks are linear and, with `group=1`, the model at first computes the same as before. With a larger group,
-    the norm of a head's outputs becomes one norm for each of its `group` slices.
+    A Gated DeltaNet layer keeps its weights; those of the norm are doubled, because each operation starts with a weight
+    of ½. The weights of scores and of the softmax heads' norm start at 0, so that all chunks are linear and, with
+    `group=1`, the model at first computes the same as before. With a larger group, the norm of a head's outputs becomes
+    one norm for each of its `group` slices, with the mean of the slices' weights.
 
     An attention layer keeps its projections and norms. Keys and values are repeated for each query head, and
     convolutions start as the identity. SiLU, delta rule and output gate are new, so that the model must be trained.

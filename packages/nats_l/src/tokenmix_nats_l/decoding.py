@@ -87,9 +87,10 @@ def extend_uniform(
     index: int | Tensor,
     among: tuple[Tensor, int] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Extend rows whose open (incomplete) chunks have `fill` tokens; `index`: their index, one for all or `[N, 1]`.
+    """Extend rows whose open (incomplete) chunks have `fill` tokens; return both operations' outputs `[N, T, HA, VA]`.
 
-    `among` is the same as for `types_from`.
+    `index` is the index of the open chunk in its sequence: one for all rows, or `[N, 1]`. `among` is the same as for
+    `NatsL.types_from`.
     """
     C, T = layer.chunk, x.shape[1]
     types = _types(layer, _means(layer, state, x, fill), index, among)

@@ -70,7 +70,7 @@ class NatsL(Mixer):
     Args:
         hidden_size: D.
         num_heads: heads H of the delta rule.
-        head_dim: K.
+        head_dim, expand_v: K, and V / K.
         num_softmax_heads: HA, a multiple of H; a head's keys have H · K / HA channels, its values H · V / HA.
         chunk: number of tokens in a chunk, a multiple of 64.
         rope: whether to rotate the softmax heads' q and k by position (as in pure NAtS-L, not in the hybrid).

@@ -141,7 +141,7 @@ def _continue_packed(
 
     o, running = layer.delta_rule(first, None, state.recurrent.value, ends[0])
     outputs, decay = [o], state.decay.value.index_add(0, row[parts[0]], gates(first.g)[0])
-    # the open chunk's type decides what its end leaves
+    # if an open chunk ends as a softmax chunk, the state after it is the decayed state of its start
     bare = (types.softmax[:, 0] > 0.5) & (closed > 0).unsqueeze(1)
     running = torch.where(gates(bare)[..., None, None], decay.exp()[..., None, None] * state.start.value, running)
     if len(parts[1]):

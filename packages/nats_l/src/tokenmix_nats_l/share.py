@@ -13,8 +13,8 @@ from tokenmix_core.nn import KeepsFloat32, is_loaded
 # LEAST_WEIGHT), and the offset the gain max(GAIN w, LEAST_GAIN)
 SPAN = 16
 LEAST_WEIGHT, LEAST_GAIN, GAIN = 0.1, 0.2, 0.4
-# maximum of |z|, the threshold in standard deviations of the scores: a head whose chunks all have one type then returns
-# within about ten steps
+# maximum of |z|, the threshold in standard deviations of the scores: a head whose chunks all have one type then has
+# both types again within about ten steps
 MOST_OFFSET = 4.0
 
 

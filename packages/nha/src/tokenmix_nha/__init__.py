@@ -2,7 +2,7 @@
 
 Importing this package is fast, uses no device, and works without Triton and without a GPU. The import announces to
 transformers' auto classes the models of `tokenmix_nha.model`, and those of `tokenmix_nha.hybridized`, which are models
-of transformers converted to this attention.
+of transformers converted to this attention. It announces to core the mixers "nha", "gla" and "gated_slot_attention".
 """
 
 from __future__ import annotations

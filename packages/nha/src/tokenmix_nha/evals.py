@@ -72,7 +72,8 @@ def share_suite(model: Any, tokenizer: Any, options: EvalOptions) -> SuiteResult
 def recall_share_suite(model: Any, tokenizer: Any, options: EvalOptions) -> SuiteResult:
     """Measure the slots' share of attention on associative recall.
 
-    Sequences have as many pairs as fit, then queries.
+    Sequences begin with key-value pairs, which fill the first half unless the vocabulary has too few keys; then come
+    the queries.
     """
     options.choose("slot-share-mqar", ("slot-share-mqar",))
     length, count = options.one_length("slot-share-mqar", max(MQAR_LENGTHS)), options.limit or 16

@@ -17,8 +17,9 @@ from tokenmix_nha.state import SlotWindowPart
 class GatedSlotAttention(Mixer):
     """o_t = softmax(q_t S^K_tᵀ) S^V_t over M slots, S_t = Diag(α_t) S_{t−1} + (1 − α_t) ⊗ k_t; y = W_o norm(silu(o)).
 
-    q, k and v are projections of x, passed through SiLU; α = sigmoid(W_f x)^(1/τ). There is no window: a token enters
-    the slots before its own query reads them.
+    The recurrence of S is that of the slots of keys, S^K; S^V has the same with v. q, k and v are projections of x,
+    passed through SiLU; α = sigmoid(W_f x)^(1/τ). There is no window: a token enters the slots before its own query
+    reads them.
 
     Args:
         hidden_size: D.

@@ -19,7 +19,7 @@ from tokenmix_nha.windows import check_windows
 
 @dataclass(kw_only=True)
 class HybridizedConfig:
-    """The fields that the configuration of such a model has in addition to transformers' own.
+    """The fields that the configuration of a model with Native Hybrid Attention adds to transformers' own.
 
     Attributes:
         window: window of each layer: a number of tokens (0 for none), or "full".

@@ -37,9 +37,9 @@ from tokenmix_nha.windows import FULL, WINDOW, Window
 class NhaMixer(Mixer):
     """o_t = softmax(q_t [K_long; K_short]ᵀ / √K) [V_long; V_short]; y = W_o o (NHA paper, equations 1 to 4).
 
-    q, k and v are projections of x; the gates of the M slots are α = sigmoid(W_f x)^(1/τ). The window may change
-    between calls: with a window of 0 the layer is gated slot attention; with "full" it is softmax attention after M
-    additional zero keys.
+    q, k and v are projections of x. K_long and V_long are the M slots, with gates α = sigmoid(W_f x)^(1/τ); K_short and
+    V_short are the keys and values in the window. The window may change between calls: with a window of 0 the layer is
+    gated slot attention; with "full" it is softmax attention after M additional zero keys.
 
     Args:
         hidden_size: D.

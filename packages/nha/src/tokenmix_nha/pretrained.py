@@ -35,8 +35,8 @@ UNDERSTANDING = {
     "winogrande": "acc",
     "mmlu": "acc",
 }
-# the tasks in the right half of the paper's Table 4; percentages refer to GPQA's 448 main questions and IFEval's 834
-# instructions
+# the tasks in the right half of the paper's Table 4; its scores are fractions of GPQA's 448 main questions and, for
+# IFEval, of 834 instructions
 KNOWLEDGE = {
     "gpqa_main_zeroshot": "acc",
     "ifeval": "inst_level_strict_acc",

@@ -150,10 +150,10 @@ _RECALL_SIZES = {"small": (128, 2, 1, 0, 0, 1024, 256, 64), "100m": (768, 12, 6,
 def recall(kind: str, size: str) -> Recipe:
     """Return the recipe of multi-query associative recall from random weights, which takes minutes on one GPU.
 
-    The "100m" models have the shape of language models. The seventh of their twelve layers has a full window, except in
-    "-pure" models and in baselines without "-hybrid". The "small" models are those of Zoology: two layers without MLP,
-    which can only mix along time, and no full window. NHA's slots have as many elements as GDN's state; its window
-    comes in addition.
+    The "100m" models have the shape of language models. The seventh of their twelve layers has full attention, except
+    in "-pure", "gsa" and "gdn" models, where no layer has; in "transformer" models all layers have it. The "small"
+    models are those of Zoology: two layers without MLP, which can only mix along time, and without full attention
+    except in "transformer". NHA's slots have as many elements as GDN's state; its window comes in addition.
     """
     width, layers, heads, mlp, mlp_beside_gates, vocab, length, pairs = _RECALL_SIZES[size]
     small = size == "small"

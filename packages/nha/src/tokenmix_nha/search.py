@@ -43,7 +43,8 @@ class Candidate:
 
     Attributes:
         pattern: name of the pattern, which is a row of the table.
-        position: index of the full layer in each block, or of the full layer that was added to the model.
+        position: index of the full layer in each block, or of the full layer that was added to the model; None if all
+            layers have the same window.
         windows: the window of each layer.
         score: the model's score with these windows; higher is better.
     """
@@ -191,7 +192,7 @@ def remembered(
 
 
 def result_of(task: str, candidates: Sequence[Candidate], chosen: Candidate, settings: dict[str, Any]) -> SuiteResult:
-    """Return the table and the plot of a search as a result."""
+    """Return the table and the plot of a search in the form of a suite's result."""
     rows = [
         {
             "pattern": c.pattern,

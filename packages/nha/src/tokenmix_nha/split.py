@@ -1,8 +1,8 @@
 """Slot-window attention and gated linear attention on sequences that are split over ranks.
 
 A rank holds spans, which are parts of a sequence. The rows of both operations' states decay: the state after a span is
-S' = e^b S + L, where b is the sum of the span's log-gates, and L the sum of its tokens, each decayed to the span's end.
-Autograd differentiates this sum.
+S' = e^b S + L, where S is the state before the span, b the sum of the span's log-gates, and L the sum of the updates by
+its tokens, each decayed to the span's end. Autograd differentiates this sum.
 """
 
 from __future__ import annotations

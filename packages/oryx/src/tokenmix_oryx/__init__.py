@@ -1,7 +1,7 @@
 """Oryx: one set of weights for softmax attention and for a linear recurrence; each token uses one of the two.
 
 Importing this package is fast, works without Triton and without a GPU, and announces the models to transformers' auto
-classes.
+classes, and the mixers "oryx" and "normed_attention" to core.
 """
 
 from __future__ import annotations

@@ -92,13 +92,15 @@ def crossed() -> Iterator[tuple[str, str, str]]:
 
 
 def cross_recall_suite(model: Any, tokenizer: Any, options: EvalOptions) -> SuiteResult:
-    """Run cloze questions: 97.5 % of the prompt in one mode, its rest and the answer in another (paper, Table 3)."""
+    """Run cloze questions for each pair of modes: 97.5 % of the prompt in the first, its rest and the answer in the
+    second (paper, Table 3)."""
     schedules = {name: ([(0.0, context), (CONTEXT_SHARE, prompt)], prompt) for name, context, prompt in crossed()}
     return _by_mode("cross-mode-recall", model, schedules, lambda: recall_suite(model, tokenizer, options))
 
 
 def cross_ruler_niah_suite(model: Any, tokenizer: Any, options: EvalOptions) -> SuiteResult:
-    """Run RULER's single needles with the haystack in one mode, and question and answer in another (paper, Table 3)."""
+    """Run RULER's single needles for each pair of modes: the haystack in the first, question and answer in the second
+    (paper, Table 3)."""
     schedules = {name: (_before_question(tokenizer, context, prompt), prompt) for name, context, prompt in crossed()}
     return _by_mode("cross-mode-ruler-niah", model, schedules, lambda: ruler_niah_suite(model, tokenizer, options))
 
@@ -125,7 +127,7 @@ def _question_start(tokenizer: Any, tokens: list[int]) -> int:
 
 
 def cross_mqar_suite(model: Any, tokenizer: Any, options: EvalOptions) -> SuiteResult:
-    """Run associative recall with the key-value pairs in one mode and the queries in another."""
+    """Run associative recall for each pair of modes: the key-value pairs in the first, the queries in the second."""
     cases = mqar_cases(model, options)
     chosen = options.choose("cross-mode-mqar", tuple(cases))
     rows, samples, settings, parts = [], [], {}, Parts()
@@ -141,7 +143,8 @@ def cross_mqar_suite(model: Any, tokenizer: Any, options: EvalOptions) -> SuiteR
 
 
 def cross_niah_suite(model: Any, tokenizer: Any, options: EvalOptions) -> SuiteResult:
-    """Run S-NIAH 1 to 3 with the haystack in one mode, and question and answer in another (Oryx paper, Table 3)."""
+    """Run S-NIAH 1 to 3 for each pair of modes: the haystack in the first, question and answer in the second (Oryx
+    paper, Table 3)."""
     limit, batch_size = options.limit or 50, options.batch_size or 8
     tasks = options.choose("cross-mode-niah", tuple(NIAH_TASKS))
     haystack = niah_haystack(tasks, options, tokenizer)

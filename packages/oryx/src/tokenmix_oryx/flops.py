@@ -69,7 +69,10 @@ def mixer_flops(
 
 
 def crossover(attention_share: float, chunk_size: int = 128) -> float:
-    """Return the length above which mixed modes need fewer FLOPs than attention, (1/δ + 3) C, if C = K = V."""
+    """Return the approximate length above which mixed modes need fewer FLOPs than attention: (1/δ + 3) C.
+
+    δ is 1 − `attention_share`, C is `chunk_size`, and head sizes are K = V = C.
+    """
     if not 0 <= attention_share < 1:
         raise ValueError(f"crossover: attention_share must be from 0 to below 1, got {attention_share}")
     return (1 / (1 - attention_share) + 3) * chunk_size

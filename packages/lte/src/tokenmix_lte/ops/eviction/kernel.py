@@ -20,7 +20,8 @@ def evict_step_kernel(
 ):  # fmt: skip
     """Retain or drop the token that leaves the ring buffer, depending on its score, and write the new token.
 
-    UNIFORM: score tokens by the largest power of two that divides their position, instead of by `scores`.
+    UNIFORM: score tokens by the largest power of two that divides their position, instead of by `scores`. reach: P, the
+    number of keys in `raws`.
 
     slots of a head:  [ ring: W slots, position p at p mod W | retained: cap slots, `n_retained` filled ]
                         new token → slot p mod W               leaving token → `target`, if `enters`
@@ -69,8 +70,8 @@ def run(k, v, raw, keys, values, lengths, scores, ages, raws, before, window, si
     N, H, K = k.shape
     cap = scores.shape[2] - window
     BC = next_power_of_2(cap)
-    # no barrier is needed: the same threads load and store a token's elements, and the reduction over retained scores
-    # comes after all loads of scores
+    # the kernel needs no barrier: the same threads load and store a token's elements, and the reduction over retained
+    # scores comes after all loads of scores
     evict_step_kernel[(N * H,)](
         k=k, v=v, raw=raw, keys=keys, values=values, lengths=lengths, scores=scores, ages=ages, raws=raws,
         before=before, window=window, sinks=sinks, cap=cap, reach=raws.shape[1], H=H, K=K,

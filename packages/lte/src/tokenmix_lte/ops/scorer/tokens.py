@@ -11,8 +11,8 @@ DROPPED_Z = tl.constexpr(DROPPED)
 
 @triton.jit
 def locate_tokens(i_c, slots, T, BT, N, begin, cu_seqlens, PACKED: tl.constexpr):
-    """Return the first row of the sequence of tile `i_c` (BT tokens), its existing tokens' start and end, and the
-    tile's first token; the end is 0 if `i_c` is not below `slots`."""
+    """Return, for tile `i_c` of BT tokens, the first row of its sequence and, counted from this row, start and end of
+    the sequence's existing tokens, and the tile's first token. The end is 0 if `i_c` is not below `slots`."""
     i_n, i_row, end, first = locate_chunk(i_c, T, BT, N, cu_seqlens, PACKED)
     end = tl.where(i_c < slots, end, 0)
     start = 0

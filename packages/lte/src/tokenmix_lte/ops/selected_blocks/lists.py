@@ -132,8 +132,8 @@ def _rank_pairs(slots, ranks, counts, pairs, U, runs, RUN: tl.constexpr, BJ: tl.
     rest = pairs - i_run * RUN
     o_e = tl.arange(0, RUN)
     b_slot = tl.load(p_slot + o_e, mask=o_e < rest, other=-1)
-    # one integer has two counts: its lower 16 bits the pairs before a pair, its upper bits all pairs; columns are
-    # summed only at the end
+    # each integer holds two counts of the run's pairs with the same block: in its lower 16 bits those before the pair,
+    # in its upper bits all; columns are summed only at the end
     b_count = tl.zeros([RUN, BJ], tl.int32)
     for i in range(0, RUN, BJ):
         o_j = i + tl.arange(0, BJ)

@@ -1,4 +1,4 @@
-"""Forward and backward of the operation: sequences of kernel launches, also registered as torch custom ops."""
+"""Forward and backward of slot-window attention: sequences of kernel launches, also registered as torch custom ops."""
 
 from __future__ import annotations
 
@@ -186,5 +186,5 @@ slot_window_attention_backward_op = cached_op(
     lambda given: [grad for grad in empty_gradients(given.inputs, given.initial) if grad is not None],
 )
 _backward_pass = direct_when_eager(slot_window_attention_backward_op, _present)
-# returns o and the final slots; its keys are those of the carried window, followed by those of the new tokens
+# takes the fields of `Inputs`, where each sequence's keys follow those of its carried window; returns o and final slots
 slot_window_attention_kernels = differentiable(slot_window_attention_op, _forward, _save, _gradients, outputs=3)

@@ -21,7 +21,11 @@ _Tensors = namedtuple("_Tensors", "q_slots k_slots v f row column end states_k s
 
 @triton.jit
 def _pair_sums(b_x, b_y, b_e, p_f, count, o_j, m_e, stride, slots, c):
-    """Return `b_e` + `Σ_t x[j, t] y_m(t)` over pairs (token j, query t) of `pair_weights`, without column factors."""
+    """Return `b_e` + Σ_{t ≥ j} x[j, t] y_m(t) `[token j, slot m]`, for the queries t of a chunk and BM slots.
+
+    y contains the row factors of the queries; the caller multiplies the result by the column factors of the tokens. If
+    STRONG, pairs in different blocks are weighted by the decay to the boundary between them, as in `pair_weights`.
+    """
     o_r = tl.arange(0, c.BT)
     r_j, r_t = o_r[:, None], o_r[None, :]
     size = c.BT >> count
@@ -54,7 +58,7 @@ def _column_dots(p_x, p_y, BM: tl.constexpr, M: tl.constexpr, D: tl.constexpr):
 
 @triton.jit
 def _gates(chunk, t, at, c):
-    """Store df for a chunk of one head, BM slots per iteration."""
+    """Store df for a chunk of one head and the BM slots of the program."""
     i_m = tl.program_id(2) * c.BM
     first, keys, oldest, length, count, entry, begin_k, begin_q = chunk
     HQ = at.H * c.GROUP
@@ -118,6 +122,7 @@ def slot_window_backward_gates_kernel(
 ):  # fmt: skip
     """Store df_j = ⟨dS_j, α_j (S_{j−1} − (k̂_j, v_j))⟩ `[BT, BM]` for the tokens of a chunk and HEADS heads.
 
+    S_j: slots after token j; α: gates; k̂: keys that enter the slots.
     With STRONG, compute only strong chunks (in which a slot decays by more than 80 bits), else only the others.
     """
     each_head_of_keys(

@@ -16,7 +16,7 @@ from tokenmix_nha.ops.slot_window.types import Backward, Gates, Softmax
 _Tensors = namedtuple(
     "_Tensors", "q k v f q_slots k_slots row column states_k states_v o lse do dq dq_slots p dz x delta scale"
 )
-# tiles of a chunk: its queries q, output gradients do, a = q̂ k̂ᵀ and dp = do vᵀ
+# tiles of a chunk: q = q̂, the queries that read the slots; output gradients do; a = q̂ k̂ᵀ and dp = do vᵀ
 _Pairs = namedtuple("_Pairs", "q do a dp")
 # pointers to a chunk's row and column factors and log-gates, and to its key slots and value slots
 _Slots = namedtuple("_Slots", "row column f k v")
@@ -24,8 +24,8 @@ _Slots = namedtuple("_Slots", "row column f k v")
 
 @triton.jit
 def _slot_logits(b, s, i_m, i_t, count, o_j, m_e, stride, slots, c):
-    """Return `(z, dp, row, column, log)` of BM slots: logits and dp before multiplication by the row factors, the two
-    factors, and the log2 gates (0 unless STRONG)."""
+    """Return `(z, dp, row, column, log)` of BM slots: unscaled logits and gradients of the probabilities, both before
+    multiplication by the row factors; row and column factors; log2 gates (0 unless STRONG)."""
     p_k, p_v, p_row, p_col, p_f = s.k + i_m, s.v + i_m, s.row + i_m, s.column + i_m, s.f + i_m
     b_z = tl.dot(b.q, tiles.load_columns(p_k, c.M, c.K, c.BM), input_precision=c.DOT)
     b_d = tl.dot(b.do, tiles.load_columns(p_v, c.M, c.V, c.BM), input_precision=c.DOT)
@@ -57,7 +57,10 @@ def _slot_logits(b, s, i_m, i_t, count, o_j, m_e, stride, slots, c):
 
 @triton.jit
 def _window(b_q, b_do, b_lse, t, shift, chunk, at, scale_2, c):
-    """Return keys `[BN, K]` of the window tile at `shift`, their probabilities `[BT, BN]`, and do · v `[BT, BN]`."""
+    """Return BN window keys `[BN, K]`, their probabilities `[BT, BN]`, and do · v `[BT, BN]`.
+
+    The keys begin `shift` keys after the chunk's first one.
+    """
     o_n, r_t = tl.arange(0, c.BN), tl.arange(0, c.BT)[:, None]
     o_jn = chunk.i_t * c.BT + shift + o_n
     m_jn = (o_jn >= chunk.oldest) & (o_jn < chunk.keys)
@@ -189,8 +192,8 @@ def slot_window_backward_queries_kernel(
     HEADS: tl.constexpr, GROUP: tl.constexpr, OWN_SLOT_KEYS: tl.constexpr, FACTOR: tl.constexpr, DOT: tl.constexpr,
     SHORT: tl.constexpr,
 ):  # fmt: skip
-    """Store dq, and dq_slots if OWN_SLOT_KEYS, of a query chunk for HEADS query heads; per slot also the probability p,
-    the scaled gradient dz of the logit, and x = ⟨dS, S⟩.
+    """Store dq, and dq_slots if OWN_SLOT_KEYS, of a query chunk for HEADS query heads, and the fields of `Softmax`: p,
+    dz, x and delta.
 
     With STRONG, compute only strong chunks (in which a slot decays by more than 80 bits), else only the others. SHORT:
     the window is short, so that δ is summed from probabilities instead of from the rounded o.

@@ -30,8 +30,8 @@ def _values(chunk, t, at, c):
     slots = tl.where(first < keys - at.window, c.M, 0)
     scale_2 = t.scale * LOG2_E
     m_w = (o_r[:, None] > o_r[None, :]) & (o_r[:, None] <= o_r[None, :] + at.window) & m_j[:, None]
-    # `shift_0` to `shift_1`: the queries, before the chunk's own query rows, whose window still contains a token of the
-    # chunk
+    # shifts from `shift_0` to `shift_1`: the queries at `first − before + shift`, which precede the chunk's own query
+    # rows `o_q`, and whose windows contain tokens of the chunk
     shift_0 = tl.maximum(at.before - first, 0) // c.BN * c.BN
     shift_1 = tl.minimum(at.window, keys - first)
     p_f, p_weight, p_col = t.f + begin_k * c.SLOTS, t.weight + entry * c.BT * c.M, t.column + entry * c.BT * c.M

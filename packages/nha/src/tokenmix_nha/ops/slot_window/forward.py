@@ -1,4 +1,4 @@
-"""Forward kernel of a query chunk: logits of slots and window, one softmax over both, and the output.
+"""Forward kernel of a query chunk: logits of slots and window, one softmax over both, and the output (see README.md).
 
 q̂ k̂ᵀ, q̂ S^K ──► z (slots) ─┐
                             ├─► one softmax ──► p S^V + (p W) v   through the slots

@@ -32,8 +32,8 @@ def chunk_reference(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute equations 1 to 4 of the paper, vectorised over chunks of entering tokens; differentiable by autograd.
 
-    `start` is the index of each sequence's first valid key; keys before it are padding. Returns o, the slots of keys
-    and the slots of values.
+    `start` is the index of each sequence's first valid key; keys before it are padding. Returns o, the final slots of
+    keys and the final slots of values.
 
     Computes in float32 or wider, and rounds only the output. Chunk c consists of the tokens `c·C + r` that enter the
     slots and the queries at `c·C + r + window`; queries before the first entering token form chunks with negative c.

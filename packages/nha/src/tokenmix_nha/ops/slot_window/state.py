@@ -152,7 +152,8 @@ def last_tokens(
         capacity = min(window, k.shape[1] - (sequences - 1) * before)
     exist = tokens if start is None else tokens - start
     length = exist.clamp(max=capacity).to(torch.int32)
-    # an unused entry indexes a later token of the batch: every index is then valid and none points at padding
+    # unused entries get tokens of later sequences, at most the batch's last token: every index is valid, and none
+    # points at padding, which may contain NaN
     index = begins[:, None] + ((tokens - length)[:, None] + torch.arange(capacity, device=k.device))
     if cu_seqlens is None:
         index = index.clamp(max=k.shape[0] * k.shape[1] - 1)

@@ -1,4 +1,4 @@
-"""Scans over chunks: the forward scan stores the slots before each chunk, the reverse scan the gradients after each.
+"""Scans over chunks: one stores the slots before each chunk, the reverse scan the gradients of the slots after each.
 
 One program scans some channels of one head, over a sequence or one of its segments. If there are few heads, sequences
 are split into segments that run in parallel:

@@ -1,10 +1,11 @@
 """Device functions: chunk indices, tile loads and stores, and gates as two factors that cannot overflow.
 
-Inside a chunk the weight of token j in a slot at token t is `exp2(G_t − G_j) · enter_j` with G the cumulative log2
-gates. An MMA needs this weight as (row factor) · (column factor), both relative to the token before a block that holds
-t and j. A chunk is weak if no slot decays by more than 80 bits in the chunk: the block is the whole chunk, and both
-factors lie within 2^±80. A strong chunk is halved until each block satisfies this bound. Tokens t and j of different
-blocks lie in opposite halves of a larger block; relative to the boundary between the halves, both factors are ≤ 1.
+Inside a chunk the weight of token j in a slot at token t is `exp2(G_t − G_j) · enter_j`, with G the cumulative log2
+gates and `enter_j` = 1 − the gate of j. An MMA needs this weight as (row factor) · (column factor), both relative to
+the token before a block that holds t and j. A chunk is weak if no slot decays by more than 80 bits in the chunk: the
+block is the whole chunk, and both factors lie within 2^±80. A strong chunk is halved until each block satisfies this
+bound. Tokens t and j of different blocks lie in opposite halves of a larger block; relative to the boundary between the
+halves, both factors are ≤ 1.
 """
 
 from collections import namedtuple
@@ -215,7 +216,7 @@ def log2_gates(b_f, DOT: tl.constexpr):
 
 @triton.jit
 def sums_of_rows(b_m, b_x, DOT: tl.constexpr):
-    """Return the matmul of `b_m` (elements −1, 0 or 1) and x, which is split into two bf16 parts for 16 bits."""
+    """Return the matmul of `b_m` (elements −1, 0 or 1) and x; unless DOT is "ieee", x is split into two bf16 parts."""
     if DOT == "ieee":
         return tl.dot(b_m, b_x, input_precision=DOT)
     else:

@@ -1,4 +1,4 @@
-"""Kernel configurations by shape, in a small table of measured values."""
+"""Kernel configurations by shape: rules with constants that were chosen by measurement."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from tokenmix_core.kernels import one_wave
 
 
 class Tile(NamedTuple):
-    """Tile sizes: BT tokens per chunk, BM slots per backward iteration, BN window keys or queries per iteration."""
+    """Tile sizes: BT tokens per chunk, BM slots per backward iteration (per program in the kernel of the gates), BN
+    window keys or queries per iteration."""
 
     BT: int
     BM: int
@@ -69,7 +70,7 @@ def tile(slots: int, window: int, dtype: torch.dtype) -> Tile:
 
 
 def scan_config(heads: int, chunks: int, slots: int, dtype: torch.dtype) -> ScanConfig:
-    """Return the configuration of the Triton scans for `heads` heads in all sequences and at most `chunks` chunks."""
+    """Return the configuration of the Triton scans for `heads` = N · H heads and at most `chunks` chunks a sequence."""
     parts = 4 if dtype == torch.float32 or slots > 64 else 2
     return ScanConfig(parts, _num_segments(heads * parts, chunks), 4, 1 if dtype == torch.float32 else 3)
 

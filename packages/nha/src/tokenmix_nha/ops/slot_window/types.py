@@ -157,8 +157,10 @@ class Softmax(NamedTuple):
     """Results of the kernel of query gradients, which the kernels of key, value and log-gate gradients read.
 
     Attributes:
-        p, dz, x: for each slot the probability, the scaled gradient of the logit, and ⟨dS, S⟩, `[B, T, HQ, M]`.
-        delta: do · o, `[B, T, HQ]`.
+        p, dz: for each slot the probability, and the gradient of the unscaled logit; both times the query's row factor
+            (`Gates`), `[B, T, HQ, M]`.
+        x: the query's contribution to ⟨dS, S⟩ of each slot S, `[B, T, HQ, M]`.
+        delta: δ = do · o, `[B, T, HQ]`.
     """
 
     p: Tensor

@@ -87,7 +87,8 @@ def _output_backward(
         b_z = tl.load(gate + i_t * stride_gate + o_d, mask=m_i, other=0.0).to(tl.float32)
         b_o = load_output(o_attention, o_linear, o_x, m_a, m_i)
         b_gate = b_z * tl.sigmoid(b_z)
-        # y = c û, where û is the normalised u; the gate is a factor of c or, if it acts before the norm, of u
+        # û: u normalised; c w: gradient of û, with w the norm's weight; the gate is a factor of c or, if it acts before
+        # the norm, of u
         b_c = b_dy
         b_u = b_o
         if BEFORE:

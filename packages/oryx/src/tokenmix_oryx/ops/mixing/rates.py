@@ -1,4 +1,4 @@
-"""Decay g, step Δ and write strength β of each token and head, computed from their projections; and the backward."""
+"""Decay g, step Δ and write strength β of each token and head, computed from their projections, and the gradients."""
 
 from __future__ import annotations
 

@@ -207,7 +207,7 @@ def shared_backward(
         PACKED=cu_seqlens is not None, num_warps=1 if cos is None else 2,
     )  # fmt: skip
     dweight = torch.empty_like(weight)
-    # the buffer also holds a bias gradient, which is unused here
+    # the last row of `dsums` is for the gradient of a bias, which these convolutions do not have
     short_conv_sums_kernel[(cdiv(E, 32), W)](
         dsums=dsums, dweight=dweight, dbias=None, runs=runs, D=E, W=W, BR=128, BD=32, num_warps=4
     )

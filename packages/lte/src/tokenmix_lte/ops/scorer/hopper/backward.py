@@ -4,7 +4,7 @@
               WGMMA      dx block s = Σ_tap dz block s + 2 − tap · Wᵀ;   dW_tap += x block sᵀ · dz block s + 2 − tap
               layers > 0: load z of the next block, recompute SiLU and its derivative from z
 
-Blocks s … s + 2 of the layer's sums read block s of the inputs.
+Blocks s … s + 2 of dz are gradients of the outputs z that read block s of the inputs.
 """
 
 # Triton does not support starred expressions in tuples
@@ -44,11 +44,11 @@ from tokenmix_lte.ops.scorer.hopper.streams import (
 from tokenmix_lte.ops.scorer.sizes import Sizes
 from tokenmix_lte.ops.scorer.types import Inputs
 
-# columns of all tiles, even narrower ones: assemblers before CUDA 12.9 produce wrong code for narrower tiles that are
-# read both directly and transposed
+# columns of all tiles, even if a layer has fewer channels: assemblers before CUDA 12.9 produce wrong code for narrower
+# tiles that are read both directly and transposed
 _WIDTH = gl.constexpr(64)
-# pipeline stages in shared memory. dz: three are read and two are being copied. Keys or values: one is read, dropout is
-# applied to one, and two are being copied
+# pipeline stages in shared memory. dz: three are read and two are being copied. Keys or values: one is read after
+# dropout is applied to it, one is complete, and two are being copied
 DZ_STAGES = gl.constexpr(5)
 X_STAGES = gl.constexpr(4)
 # number of programs that an SM runs at a time

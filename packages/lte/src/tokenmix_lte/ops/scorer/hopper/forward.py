@@ -55,7 +55,7 @@ def hopper_scorer_kernel(
     tile2: gl.constexpr = mma_layout_split_n(C2, W)
     tile3: gl.constexpr = mma_layout_split_n(C3, W)
     i_b, i_h = gl.program_id(0), gl.program_id(1)
-    # these buffers alternate between the keys and the values of a block
+    # stage i of the inputs: buffer 2 i has the keys of a block, buffer 2 i + 1 its values
     s_x0 = gl.allocate_shared_memory(dtype, [2 * NUM_STAGES, STREAMS, K], smem_layout(K))
     s_x1 = gl.allocate_shared_memory(dtype, [4, STREAMS, C1], smem_layout(C1))
     s_x2 = gl.allocate_shared_memory(dtype, [4, STREAMS, C2], smem_layout(C2))

@@ -173,7 +173,8 @@ def dropout_mask(dropout, o_row):
     """Return `reference.dropout_mask` for rows of a layer's input, as int16: −1, or 0 if dropped."""
     # the signed value of 0x9E3779B1
     row_hash = fold((o_row.to(gl.int32) ^ dropout.base).to(gl.int64) * -0x61C8864F)
-    # if int64 converted before the loop were multiplied, the compiler would also compute their upper halves
+    # multiply int32 by `mul.wide`: for a product of int64 that are converted before the loop, the compiler would also
+    # multiply the upper halves
     b_wide = gl.inline_asm_elementwise(
         "mul.wide.s32 $0, $1, $2;", "=l,r,r", [row_hash[:, None], dropout.pairs[None, :]],
         dtype=gl.int64, is_pure=True, pack=1,

@@ -5,7 +5,9 @@ later loads reuse buffers after a barrier:
 
     cp.async  k̂, q̂, v, do ── p, dz ── dS^K, dS^V   S^K, S^V, into the buffers of q̂ and do
     WGMMA     A = k̂ q̂ᵀ, B = v doᵀ                  e = A dz + B p; at the chunk's end e' = k̂ dS^K + v dS^V
-    WGMMA     sums of x − e over later tokens      + ⟨dS, S⟩ − own terms → df
+    WGMMA     sums of x − e from a token on        + ⟨dS, S⟩ − own terms → df
+
+k̂, q̂: keys and queries of the slots S; other letters as in README.md, "Backward".
 """
 
 from triton.experimental import gluon

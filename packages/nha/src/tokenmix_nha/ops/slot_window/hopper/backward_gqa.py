@@ -80,7 +80,7 @@ def add_slots_of_heads(b_dk, b_dv, b_col, s, t, o_q, length, HQ, GROUP: gl.const
 @gluon.jit
 def add_window_of_heads(b_dk, b_dv, s_q, s_do, s, p, w, o_q, GROUP: gl.constexpr):
     """Add to b_dk and b_dv the gradients through the window from all heads, last head first. The last head's dO is in
-    smem. Async copies of its other tiles are in flight, with the chunk's own queries in the first commit group."""
+    smem. Two commit groups of async copies are in flight: the last head's queries, then its first window tile `s`."""
     K: gl.constexpr = s.k.shape[1]
     V: gl.constexpr = s.v.shape[1]
     square: gl.constexpr = mma_layout(64, 4)

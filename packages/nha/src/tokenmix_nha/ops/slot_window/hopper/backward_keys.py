@@ -1,9 +1,11 @@
 """Hopper kernel of the key and value gradients of a weak chunk. Tiles are transposed, `[token, query]`.
 
 A chunk is weak if no slot decays by more than 80 bits in it. A CTA is one warpgroup. Each buffer is one pipeline stage;
-later loads reuse buffers after a barrier. w: weight of each token in the slots at the chunk's end:
+later loads reuse buffers after a barrier. w: weight of each token in the slots at the chunk's end; q', do': BN queries
+whose windows reach tokens of the chunk, and their do; other letters as in README.md:
 
-    cp.async  q̂, k, v, do ── p, dz ── dS^K, dS^V   queries and do of the window, into the buffers of p and dz
+    cp.async  q̂, k, v, do ── p, dz ── dS^K, dS^V   q', do' into the buffers of p and dz (several query heads, or own
+                                                   slot keys: into those of dS^K and dS^V)
     WGMMA     sums of gates → Ĉ, w                 P = Ĉ pᵀ, Z = Ĉ dzᵀ up to the token's row; later rows π, dζ
     WGMMA     dv = w dS^Vᵀ + P do                  dk = w dS^Kᵀ + Z q, then tiles of the window, 32 queries each
     store     dv and dk through the buffers of do and q
@@ -74,7 +76,7 @@ def hopper_backward_keys_kernel(
     s_q = gl.allocate_shared_memory(dtype, [BT, K], shared)
     s_v = gl.allocate_shared_memory(dtype, [BT, V], shared)
     s_do = gl.allocate_shared_memory(dtype, [BT, V], shared)
-    # this buffer first contains p and dz, later the window's queries
+    # this buffer first contains p and dz, later queries (and do) for the window's part of the gradients
     s_y = gl.allocate_shared_memory(dtype, [2, BT, 64 if GROUP > 1 else M], shared)
     s_p, s_dz = reinterpret(s_y.index(0), dtype, [BT, M], swizzled), reinterpret(s_y.index(1), dtype, [BT, M], swizzled)
     s_dsk = gl.allocate_shared_memory(dtype, [K, M], swizzled)

@@ -30,7 +30,7 @@ from tokenmix_nha.ops.slot_window.hopper import gates
 from tokenmix_nha.ops.slot_window.tile import Chunks
 from tokenmix_nha.ops.slot_window.types import Backward, Softmax
 
-# tiles in smem: queries and do of a chunk, keys and values of the window
+# tiles in smem: queries and do of a chunk; BN keys and values in the windows of these queries
 _Tiles = namedtuple("_Tiles", "q do k v")
 # pointers to a sequence's keys and values, and the range of window keys: `first + shift_0` … `first + shift_1`
 _KeyWindow = namedtuple("_KeyWindow", "k v shift_0 shift_1 window first oldest keys H")
@@ -52,8 +52,9 @@ def _window(s, lse_i, shift, w, scale_2):
 
 @gluon.jit
 def _add_window_delta(delta_i, s, lse_i, w, scale_2):
-    """Add to δ the sum of probability · (do · v) over the window; then start copying the first key tile again, for dq.
+    """Add to δ the sum of probability · (do · v) over the window; then start to copy the first key tile again, for dq.
 
+    A window of at most BN keys is a single tile, which stays in smem.
     δ must not be do · o: if all slots are nearly equal, dz sums to 0 only if δ is rounded like p and dp.
     """
     BN: gl.constexpr = s.k.shape[0]
@@ -115,8 +116,8 @@ def hopper_backward_queries_kernel(
     M: gl.constexpr, SLOTS, K: gl.constexpr, V: gl.constexpr, GROUP: gl.constexpr, OWN_SLOT_KEYS: gl.constexpr,
     SHORT: gl.constexpr,
 ):  # fmt: skip
-    """Store dq, and dq_slots if OWN_SLOT_KEYS, `[BT, K]` of a query chunk; per slot also the probability p, the scaled
-    gradient dz of the logit, and x = ⟨dS, S⟩, each `[BT, M]`. SHORT: sum δ from probabilities, not from rounded o."""
+    """Store dq, and dq_slots if OWN_SLOT_KEYS, `[BT, K]` of a query chunk, and the fields p, dz, x `[BT, M]` and delta
+    `[BT]` of `Softmax`. SHORT: the window is short, so that δ is summed from probabilities, not from the rounded o."""
     BT: gl.constexpr = 64
     BN: gl.constexpr = 32
     dtype: gl.constexpr = q.dtype.element_ty

@@ -1,9 +1,9 @@
 """Hopper kernel of the key, value and log-gate gradients of a weak chunk with at most 32 slots.
 
 With 64 slots the tiles would not fit in shared memory. Tiles are transposed, `[token, query]`. One warpgroup runs the
-computation of `backward_gates.py`, then that of `backward_keys.py`:
+computation of `backward_gates.py`, then that of `backward_keys.py`, with the letters of their docstrings:
 
-    cp.async  k, q, v, do ── p, dz, dS^K, dS^V ── S^K, S^V     queries and do of the window, into the buffers of S
+    cp.async  k, q, v, do ── p, dz, dS^K, dS^V ── S^K, S^V     q', do', into the buffers of S^K and S^V
     WGMMA     A = k qᵀ, B = v doᵀ   e, e' → df                 Ĉ pᵀ, Ĉ dzᵀ, A and B again → dv, dk, then the window
 """
 
@@ -71,7 +71,7 @@ def hopper_backward_tokens_kernel(
     s_dsk = gl.allocate_shared_memory(dtype, [K, M], swizzled)
     s_dsv = gl.allocate_shared_memory(dtype, [V, M], swizzled)
     # contents of these two buffers, one after another: operands of the gate sums, slots before the chunk, operands of
-    # the sums for df, queries and do of the window
+    # the sums for df, queries (and their do) whose windows reach tokens of the chunk
     s_sk = gl.allocate_shared_memory(dtype, [K, M], swizzled)
     s_sv = gl.allocate_shared_memory(dtype, [V, M], swizzled)
     s_high, s_low = reinterpret(s_sk, dtype, [BT, M], swizzled), reinterpret(s_sv, dtype, [BT, M], swizzled)

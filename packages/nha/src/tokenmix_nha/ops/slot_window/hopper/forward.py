@@ -1,7 +1,7 @@
 """Hopper forward kernel of a weak query chunk; it computes the same as the Triton kernel in `../forward.py`.
 
 A chunk is weak if no slot decays by more than 80 bits in it. The kernel computes the gates' factors itself. Values
-overwrite the smem buffers of keys, so that two CTAs fit on an SM:
+overwrite the smem buffers of keys, so that two CTAs fit on an SM. Letters as in README.md:
 
     cp.async  q, k ─┬─ S^K, k of the window       S^V, v, v of the window      more window tiles (32 keys)
     WGMMA           A = q̂ k̂ᵀ, z = q̂ S^K + A Ĉ     p S^V + (p Ĉᵀ + π) v         online softmax per tile

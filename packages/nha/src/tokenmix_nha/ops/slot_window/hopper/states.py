@@ -192,8 +192,7 @@ def hopper_slot_states_kernel(
     for i in range(first, last):
         stage = (i - first) % NUM_STAGES
         tile = (entry + i) * H + i_h
-        # the copies of this chunk's keys and values are complete now; the barrier below frees the stage of the previous
-        # chunk
+        # wait until this chunk's keys and values are in smem; the barrier below frees the stage of the previous chunk
         wait_async_copies(NUM_STAGES - 2)
         b_f = s_f.index((i + 1 - first) % 2).load(layout).to(gl.float32)
         _store_hi_lo(b_f, s_high, s_low)
