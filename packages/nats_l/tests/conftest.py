@@ -20,7 +20,8 @@ from tokenmix_core.training.overrides import overridden
 
 @pytest.fixture(scope="module")
 def small_recipe(tmp_path_factory):
-    """Make a recipe of two tiny layers on `count` documents, with further flags and options of the NAtS-L layer."""
+    """Return a function that makes a recipe: two tiny layers on `count` documents, with further flags of the command
+    line and options of the NAtS-L layer."""
 
     def make(count, flags, **nats_l):
         from tokenmix_nats_l.recipes import RECIPES

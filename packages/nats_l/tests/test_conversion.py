@@ -1,4 +1,4 @@
-"""Conversion: trained layers give their weights, and the authors' checkpoints give equal types and weights."""
+"""Conversion: new layers have the weights of trained ones, and checkpoints of the authors keep types and weights."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_converted_delta_layers_compute_the_same_and_train(gdn):
         mixer.softmax_norm.weight.fill_(1.0)
         mixer.types = "softmax"
     converted(IDS, labels=IDS).loss.backward()
-    # narrower softmax heads share the weights of the one norm
+    # both softmax heads of a delta-rule head get the mean of the old norm's two halves, doubled
     grouped = convert(gdn, layers=[2], group=2).model.mixers[2]
     assert grouped.num_softmax_heads == 4
     expected = 2 * gdn.model.mixers[2].o_norm.weight.view(2, 8).mean(0)
@@ -108,7 +108,7 @@ def test_command_converts_a_folder(gdn, tmp_path, capsys):
     assert "expected layers separated by commas" in capsys.readouterr().err
 
 
-# fields of the released configurations, in their spelling
+# fields of the authors' released configurations
 AUTHORS = {
     "model_type": MODEL_TYPE, "attn_mode": "chunk", "hidden_size": 32, "num_hidden_layers": 2, "hidden_ratio": 4,
     "intermediate_size": 48, "vocab_size": 61, "hidden_act": "swish", "norm_eps": 1e-6, "initializer_range": 0.02,
@@ -154,7 +154,7 @@ def test_checkpoints_of_the_authors_have_their_types_and_weights(tmp_path, capsy
     mixer, theirs = model.model.mixers[1], {n.removeprefix("model.layers.1.attn."): x for n, x in weights.items()}
     assert (mixer.num_softmax_heads, mixer.decay, mixer.own_chunk, mixer.rotary_dim) == (4, True, "both", None)
     x = torch.randn(2, 256, 32, generator=torch.Generator().manual_seed(1))
-    # operation 0 of their scores is softmax; their output weights are the delta rule's, then softmax attention's
+    # of each head, the authors' scores have softmax first, but their output weights have the delta rule first
     scores = F.linear(x.unflatten(1, (4, 64)).mean(2), theirs["nats_layer.weight"]).unflatten(-1, (2, 2))
     softmax = (scores.argmax(-1) == 0).float()
     assert 0 < softmax.mean() < 1

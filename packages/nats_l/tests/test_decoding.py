@@ -40,7 +40,7 @@ def build(**options) -> NatsLForCausalLM:
 
 
 def random_split(total: int, rng: random.Random) -> list[int]:
-    """Split into single tokens, a few tokens, and several chunks."""
+    """Return random lengths of calls that sum to `total`: single tokens, a few tokens, or several chunks."""
     split = []
     while total:
         split.append(min(total, rng.choice([1, 1, 2, 7, 63, 64, 65, 130])))
@@ -77,7 +77,7 @@ def test_padded_rows_equal_single_sequences(chunk, seed):
     lengths = [tokens, rng.randrange(1, tokens), rng.randrange(1, chunk)]
     ids, mask = drawn_ids(rng, 3, tokens), left_padded(lengths, tokens)
     alone = [model(ids[i : i + 1, -n:], use_cache=False).logits[0] for i, n in enumerate(lengths)]
-    # a padded prompt, a few tokens at once, steps that end each row's chunk at a different time
+    # calls: a padded prompt, a few tokens at once, steps that end the rows' chunks at different times
     last = rng.randrange(1, 70)
     for split in ([tokens], [tokens - 75, 5, *[1] * 70], [tokens - last, *[1] * last], random_split(tokens, rng)):
         padded = logits_in_parts(model, ids, split, mask)
@@ -106,7 +106,7 @@ def test_sequences_of_different_lengths_continue_in_one_call_of_attention(option
     monkeypatch.setattr(packed, "_extend_in_groups", None)
     split = [110, 20, 1, *(rng.choice([2, 7, 63, 64, 65, 130, 200]) for _ in range(4))]
     total = sum(split)
-    # a row can have no token in the first calls, and equal or different lengths
+    # rows have equal or different lengths, and some may have no token in the first calls
     lengths = [total, total - 64, rng.randrange(1, total - 110), rng.randrange(total - 110, total), total]
     ids, mask = drawn_ids(rng, 5, total), left_padded(lengths, total)
     cache, logits, end = model.make_cache(), [], 0
@@ -115,7 +115,7 @@ def test_sequences_of_different_lengths_continue_in_one_call_of_attention(option
         start, end = end, end + count
         part = model(ids[:, start:end], attention_mask=mask[:, :end], past_key_values=cache)
         logits.append(part.logits)
-        # the first call has no open chunks, and a step of one token has its own form
+        # each layer calls `attend` once, except in the first call (no open chunks) and in steps of one token
         assert count == 1 or not start or len(calls) == model.config.num_hidden_layers
     for row, tokens, n in zip(torch.cat(logits, 1), ids, lengths, strict=True):
         alone = model(tokens[None, -n:], use_cache=False).logits[0]
@@ -126,7 +126,7 @@ def test_sequences_of_different_lengths_continue_in_one_call_of_attention(option
 @pytest.mark.parametrize("options", [{"own_chunk": "softmax"}, {"decay": False}])
 def test_rows_with_equally_filled_chunks_are_processed_together(options, monkeypatch):
     model, rng = build(**options), random.Random(0)
-    # the first and last of equal length, the second one chunk shorter, and a different one
+    # the first and last row have equal lengths, the second is one chunk shorter; the third is filled differently
     lengths, groups = [150, 86, 33, 150], []
     uniform = packed.extend_uniform
     monkeypatch.setattr(packed, "extend_uniform", lambda *x: groups.append(len(x[1])) or uniform(*x))
@@ -168,7 +168,7 @@ def test_beams_across_chunk_ends_equal_those_without_a_cache():
 def test_only_softmax_chunks_stay_in_the_cache(chunk, part_length, types, kept):
     layer = LAYER(chunk=chunk, types=types).double()
     x = torch.randn(2, 3 * chunk, 16, dtype=torch.float64)
-    # of two sequences and four heads
+    # bytes of a chunk in two sequences with four heads
     per_chunk = 2 * 4 * chunk * (4 + 8) * x.element_size()
     cache = HybridCache([layer.make_state()])
     part = cache.layers[0].kept
@@ -179,7 +179,8 @@ def test_only_softmax_chunks_stay_in_the_cache(chunk, part_length, types, kept):
         chunks = (start + part_length) // chunk
         if chunks:
             assert part.held(0) == kept[chunks - 1] * per_chunk + part.lengths.nbytes
-            # memory for the chunks of one call, a page for each head, and one page of each row for what none retains
+            # spare: the chunks of one call, a page for each head, and one page of each row for chunks that no head
+            # retains
             spare = max(chunks, 1) if part_length > chunk else 2
             assert (
                 part.allocated
@@ -208,7 +209,7 @@ def test_heads_retain_different_tokens():
 @torch.no_grad()
 @pytest.mark.parametrize("options", [{}, {"types": "alternate"}, {"own_chunk": "softmax"}])
 def test_requested_pages_are_those_in_use(options, monkeypatch):
-    # always synchronise
+    # the host reads the numbers of pages in every call
     monkeypatch.setattr(decoding, "BLOCK", 0)
     model, ids = build(**options), drawn_ids(random.Random(0), 2, 720)
     whole = model(ids, use_cache=False).logits
@@ -217,7 +218,7 @@ def test_requested_pages_are_those_in_use(options, monkeypatch):
     cache = model(ids, use_cache=True).past_key_values
     for layer in cache.layers:
         kept = layer.parts["kept"]
-        # a page for each head, and one that takes what no head retains
+        # spare: a page for each head, and one for chunks that no head retains
         assert kept.keys.shape[1] == int(kept.lengths.sum(1).max()) // 64 + 4 + 1
 
 
@@ -225,7 +226,7 @@ def test_requested_pages_are_those_in_use(options, monkeypatch):
 def test_prompt_operations_do_not_depend_on_length_and_synchronise_once(monkeypatch):
     layer = LAYER(head_dim=64).eval()
     asked = []
-    # replace two operations with kernels of their own, and the answer of the device
+    # replace the two operations that have kernels, and the numbers of pages that the host reads from the device
     monkeypatch.setattr(decoding, "kept_attention", lambda q, k, v, *_, **options: AttentionOutput(v, v[..., 0]))
     monkeypatch.setattr(layer, "delta_rule", lambda tokens, *_: (tokens.softmax_v, torch.zeros(1, 2, 64, 128)))
     monkeypatch.setattr(decoding, "Asked", lambda x: asked.append(x) or SimpleNamespace(read=lambda: 64 * 40))
@@ -261,7 +262,7 @@ def test_captured_steps_follow_assigned_types(monkeypatch):
 @torch.no_grad()
 @pytest.mark.parametrize("beams", [1, 2])
 def test_captured_steps_follow_pages_that_grow(beams, monkeypatch):
-    # pages for one chunk: every chunk allocates more, and steps are captured again
+    # spare pages for one chunk only: every chunk allocates more pages, and steps are captured again
     monkeypatch.setattr(cuda_graphs, "capture_on", lambda device: capture_work)
     monkeypatch.setattr(decode_graph, "_SPARE", 64)
     grown, resize = [], PagedKVState._reallocate
@@ -303,7 +304,7 @@ def test_a_padded_prompt_allocates_pages_for_its_own_chunks():
     model = build()
     cache, ids, mask = model.make_cache(), drawn_ids(random.Random(0), 3, 140), left_padded([140, 70, 3], 140)
     model(ids, attention_mask=mask, past_key_values=cache)
-    # two chunks of four heads, and a page for what no head retains
+    # two chunks of four heads, and a page for chunks that no head retains
     assert cache.layers[0].kept.keys.shape[1] == 2 * 4 + 1
 
 

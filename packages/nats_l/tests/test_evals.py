@@ -133,14 +133,14 @@ def test_retained_tokens_are_those_of_complete_softmax_chunks(types, chunks):
             assert [row["layer"] for row in rows[:3]] == ["all", "1", "2"]
             continue
         assert row["least"] <= row["bytes in use"] <= row["most"]
-        # keys and values of a token for four heads in two layers, and the lengths of both layers
+        # two layers of four heads: float32 keys (4 channels) and values (8 channels), and the lengths
         lists = 2 * 4 * (expected * (4 + 4 * 2) * 4 + 4 * bool(whole))
         assert row["bytes in use"] == row["least"] + lists
         assert row["bytes in use"] <= row["bytes"]
 
 
 def test_bytes_allocated_follow_the_tokens_of_each_head(monkeypatch):
-    # as for calls of many chunks: the pages in use are read before memory is allocated
+    # the host reads the pages in use before it allocates memory, as in calls of many chunks
     monkeypatch.setattr(decoding, "BLOCK", 0)
     model, lengths = build(), (640,)
     rows = run(model, "held", lengths=lengths)["rows"]
@@ -149,7 +149,7 @@ def test_bytes_allocated_follow_the_tokens_of_each_head(monkeypatch):
         assert longest > min(row[f"head {h}"] for h in range(4))
         token = (4 + 4 * 2) * 4
         rectangle = sum(longest - row[f"head {h}"] for h in range(4)) * token
-        # a tenth, a page of each head, one for what none retains, and the table of pages
+        # spare: a tenth, a page for each head, one for chunks that no head retains, and the table of pages
         spare = row["bytes"] - row["bytes in use"]
         assert 0 <= spare <= 0.1 * row["bytes in use"] + 5 * 64 * token + 4 * 96 * 4
         assert rectangle > 0
@@ -173,7 +173,7 @@ def test_loss_by_position_exceeds_the_training_length():
 def test_speed_and_bytes_by_length_are_measured():
     result = run(build(), "efficiency", lengths=(64, 200), limit=1)
     rows = result["rows"]
-    # the cost depends on the types of the prompt's chunks
+    # the prompt is a text, because the cost depends on the types of its chunks
     assert result["settings"]["prompt"] == BUILT_IN_TEXT
     ids = torch.tensor(text_tokens(None, byte_tokenizer(), 200), dtype=torch.long).unsqueeze(0)
     for row in rows:
@@ -220,5 +220,5 @@ def test_command_lists_recipes_and_suites(capsys):
     assert main(["info", "tiny", "--lengths", "1000"]) == 0
     out = capsys.readouterr().out
     assert "tokenmix_nats_l" in out
-    # the cache size depends on types
+    # a range, because the cache size depends on the chunks' types
     assert re.search(r"cache at 1,000 +[\d,]+ to [\d,]+ bytes", out)

@@ -14,7 +14,7 @@ from tokenmix_nats_l.model import NatsLForCausalLM
 from tokenmix_nats_l.recipes import RECIPES
 
 pytestmark = pytest.mark.gpu
-# the paper's heads, fewer of them
+# heads of the paper's sizes, but fewer
 SIZES = {"num_heads": 2, "head_dim": 128, "num_softmax_heads": 4}
 MODEL = {"vocab_size": 61, "hidden_size": 256, "num_hidden_layers": 2, "intermediate_size": 256}
 
@@ -25,7 +25,8 @@ def gradients(layer, x, upstream, cu_seqlens, types):
     if layer.rotary_dim is not None:
         table = RotaryEmbedding(layer.rotary_dim, {"rope_theta": 1e4}).cuda()
         rotary = table(torch.arange(x.shape[1], device="cuda")[None])
-    # the types of all three are equal: a score near the boundary must not part them, but its gradient flows
+    # all three layers get equal types, because rounding could change the type of a chunk with nearly equal scores; the
+    # gradients pass to each layer's own scores
     chosen = layer.types_of(x, cu_seqlens)
     layer.types_of = lambda *_: chosen._replace(
         softmax=chosen.softmax - chosen.softmax.detach() + types.softmax.to(chosen.softmax.dtype),
@@ -33,7 +34,8 @@ def gradients(layer, x, upstream, cu_seqlens, types):
     )
     o = layer(x, cu_seqlens=cu_seqlens, rotary=rotary)[0]
     leaves = {"x": x} | dict(layer.named_parameters())
-    # a parameter of one value a head has too few values to compare errors by: several gradients of each
+    # several gradients of each parameter: one gradient with a single value per head has too few values for a comparison
+    # of errors
     grads = [torch.autograd.grad(o, list(leaves.values()), u.to(o.dtype), retain_graph=True) for u in upstream]
     return {"o": o} | {n: torch.stack(g) for n, *g in zip(leaves, *grads, strict=True)}
 
@@ -165,7 +167,7 @@ def test_captured_steps_follow_pages_that_grow(monkeypatch):
     kept = cache.layers[0].kept
     used = int(kept.lengths.sum(1).max()) // 64
     assert 0 < used < 4 * 12
-    # two chunks and one page of each head, and a page for what none retains
+    # spare: two chunks and one page for each head, or a tenth; and a page for chunks that no head retains
     assert kept.keys.shape[1] <= max(1.1 * used, used + 4 * 3) + 1
 
 

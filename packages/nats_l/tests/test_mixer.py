@@ -1,4 +1,4 @@
-"""The layer: contracts of every mixer, the definition, and what each choice changes."""
+"""The layer: contracts of every mixer, the definition, and the effect of each option."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def literal(layer: NatsL, tokens, types) -> tuple[torch.Tensor, torch.Tensor]:
         for a in range(H * G):
             q, k, v = (x[n, :, a] for x in (tokens.softmax_q, tokens.softmax_k, tokens.softmax_v))
             i, j = torch.arange(T).unsqueeze(1), torch.arange(T)
-            # a factor before the exponential: its value is 0 or 1
+            # a factor of the exponentials, 0 or 1, through which the types get their gradient
             factor = types.softmax[n, j // C, a // G]
             factor = torch.where(i // C == j // C, 1.0, factor * factor.detach()) * (j <= i)
             weights = (q @ k.T * k.shape[-1] ** -0.5).exp() * factor
@@ -106,7 +106,7 @@ def test_types_are_exact_and_inactive_operations_have_no_gradient():
     assert torch.equal(types.linear + types.softmax, torch.ones_like(types.linear))
     assert set(types.linear.unique().tolist()) == {0.0, 1.0}
     shares = scores.unflatten(-1, (2, 3)).softmax(-2)
-    # dlogit_a = s_a (d_a − Σ_b s_b d_b) with d of the linear operation alone, 0 where it is not chosen
+    # gradient of a softmax s: s_a (d_a − Σ_b s_b d_b), where d is 1 for the linear scores of linear chunks, else 0
     (got,) = torch.autograd.grad(types.linear.sum(), scores)
     d = torch.stack((types.linear.detach(), torch.zeros_like(types.linear)), -2)
     expected = shares * (d - (shares * d).sum(-2, keepdim=True))
@@ -136,7 +136,7 @@ def test_partial_chunk_has_the_mean_of_its_tokens():
     torch.testing.assert_close(packed[0, 0], x[0, :3].mean(0))
     torch.testing.assert_close(packed[0, 2], x[0, 3:67].mean(0))
     torch.testing.assert_close(packed[0, 3], x[0, 67:].mean(0))
-    # slot 1 holds nothing
+    # slot 1 belongs to no chunk
     weights = torch.tensor([1.0, 0, 2, 3], dtype=x.dtype).unsqueeze(1).expand(packed.shape)
     leaf = x[:1].clone().requires_grad_()
     (got,) = torch.autograd.grad((chunk_means(leaf, 64, boundaries) * weights).sum(), leaf)

@@ -32,7 +32,7 @@ class TestNatsLModel(ModelContract):
     config_class = NatsLConfig
     model_class = NatsLModel
     causal_lm_class = NatsLForCausalLM
-    # a chunk and more, so that the first one's type shows
+    # more than one chunk, so that the type of the first has an effect
     tokens = 75
 
 
@@ -100,5 +100,5 @@ def test_rows_have_adapters_of_the_chunks_scores_with_a_cache_and_padding():
                 assert relative_error(together[i, -n - 70 :], alone) < 1e-4, (name, i)
                 expected = adapted.generate(input_ids=ids[i : i + 1, 200 - n : 200], **options)[0, -70:]
                 assert torch.equal(sampled[i], expected), (name, i)
-    # the adapters choose other types
+    # the two adapters lead to different types
     assert relative_error(outputs["first", 0], outputs["second", 0]) > 1e-3

@@ -81,7 +81,7 @@ def test_settings_equal_appendix_a(size):
     assert recipe.optimizer.batch_tokens == 2**19
     rates = ("learning_rate", "initial_learning_rate", "min_learning_rate")
     assert [getattr(recipe.optimizer, rate) for rate in rates] == [3e-4, 3e-5, 3e-5]
-    # of the authors' code
+    # the value in the authors' code
     assert recipe.optimizer.adam_epsilon == 1e-15
     assert recipe.data.seq_len == 4096
     assert "fineweb-edu" in recipe.data.sources[0]
@@ -153,7 +153,7 @@ def test_log_line_has_the_mean_since_the_previous_one(small, tmp_path):
         train(recipe, tmp_path / name, progress=False)
     each, third = shares(tmp_path / "each"), shares(tmp_path / "third")
     assert 0 < each[1] < 1
-    # the first step has a line of its own
+    # the log has a line for the first step
     assert third[1] == pytest.approx(each[1])
     assert third[3] == pytest.approx((each[2] + each[3]) / 2)
     assert third[6] == pytest.approx((each[4] + each[5] + each[6]) / 3)
@@ -184,7 +184,7 @@ def test_log_line_has_the_mean_over_all_chunks_of_unequal_batches():
 
 def test_resumed_run_logs_equal_shares(small, tmp_path):
     assert train(small, tmp_path / "whole", progress=False).step == 6
-    # as if the run had been killed after its third step
+    # simulate a run that was killed after its third step
     shutil.copytree(tmp_path / "whole", tmp_path / "cut")
     shutil.rmtree(tmp_path / "cut" / "checkpoint-6")
     train(small, tmp_path / "cut", resume=True, progress=False)

@@ -132,7 +132,7 @@ def test_share_reaches_the_target_in_training(small, tmp_path):
 
 def test_resumed_run_has_the_thresholds_of_an_uninterrupted_run(small, tmp_path):
     assert train(small, tmp_path / "whole", progress=False).step == 6
-    # as if the run had been killed after its third step
+    # simulate a run that was killed after its third step
     shutil.copytree(tmp_path / "whole", tmp_path / "cut")
     shutil.rmtree(tmp_path / "cut" / "checkpoint-6")
     train(small, tmp_path / "cut", resume=True, progress=False)
@@ -141,5 +141,5 @@ def test_resumed_run_has_the_thresholds_of_an_uninterrupted_run(small, tmp_path)
     assert whole.model.mixers[1].threshold.steps == 6
     for name, buffer in whole.model.mixers[1].threshold.named_buffers():
         assert torch.equal(buffer, cut.model.mixers[1].threshold.get_buffer(name))
-    # only options that ask for it add buffers: older checkpoints load without a word
+    # without `softmax_share` a layer has no such buffers, so that older checkpoints load without warnings
     assert not any("threshold" in name for name, _ in NatsL(32, num_softmax_heads=6).named_buffers())

@@ -31,7 +31,11 @@ def checkpoint(tmp_path_factory):
 
 @pytest.fixture
 def calls(monkeypatch):
-    """Return the list of calls of the backbone: mode (one, or per token), tokens, and promise."""
+    """Return a list to which each call of the backbone appends a tuple.
+
+    The tuple has the mode (one, or for each token True for attention), the number of tokens, and whether the call's
+    cache has promised linear mode.
+    """
     seen = []
     prepare = OryxForCausalLM.model_class.prepare_mixer_inputs
 
@@ -70,7 +74,7 @@ def test_generate_uses_the_modes_of_the_command(checkpoint, capsys, calls, flags
     assert code == 0
     prompt, *steps = calls
     assert prompt[:2] == (modes[0], 9)
-    # a promise holds from a linear prompt's beginning, else from its end on
+    # the cache promises linear mode before a prompt in linear mode, else after the prompt
     assert prompt[2] == (modes[2] and modes[0] == "linear")
     assert steps
     assert all(step == (modes[1], 1, modes[2]) for step in steps)
@@ -140,7 +144,7 @@ def test_cache_size_without_keys_and_values_is_constant(checkpoint, tmp_path, pr
     assert held[0] == held[1]
     assert main([*argv, "--prefill-mode", prefill]) == 0
     kept = [row["cache bytes"] for row in results(tmp_path, "efficiency")["rows"]]
-    # keys and values have spare slots
+    # the KV cache allocates spare slots
     assert all(2 * model.state_bytes(n) > size >= model.state_bytes(n) for size, n in zip(kept, (32, 96), strict=True))
 
 
@@ -156,7 +160,7 @@ def test_suites_of_core_name_their_mode(checkpoint, tmp_path, calls):
         assert {row["modes"] for row in result["rows"]} == {mode}
         found[mode] = result["rows"][0]
     assert found["linear"] != {**found["attention"], "modes": "linear"}
-    # without a flag it is the checkpoint's
+    # without a flag, the mode is the checkpoint's
     assert main([*argv, "--out", str(tmp_path / "own")]) == 0
     own = results(tmp_path / "own", "perplexity-by-position")
     assert own["rows"] == results(tmp_path / "attention", "perplexity-by-position")["rows"]

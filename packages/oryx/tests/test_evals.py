@@ -37,7 +37,7 @@ def text(tmp_path_factory):
 
 @pytest.fixture
 def calls(model, monkeypatch):
-    """Return the list of the modes of every call of the backbone, as lists of rows."""
+    """Return a list to which each call of the backbone appends its mode: one, or rows with True for attention."""
     seen = []
     prepare = type(model.model).prepare_mixer_inputs
 
@@ -95,18 +95,18 @@ def test_perplexity_around_switches_equals_that_of_the_schedule(model, text, tmp
     assert set(curves) < set(rows)
     at = np.array(curves["attention alone"][1]), np.array(curves["linear → attention at 64"][1])
     linear = np.array(curves["linear alone"][1])
-    # position t is predicted by the token before it; smoothing reaches one further
+    # the token before position t predicts it, and smoothing mixes neighbouring positions
     assert np.allclose(at[1][:62], linear[:62])
     assert not np.allclose(at[1][66:], linear[66:])
     assert "excess, 0-16 tokens after" in rows["linear → attention at 64"]
     assert "excess, 0-16 tokens after" not in rows["linear alone"]
     first = dict(zip(rows, result["samples"], strict=True))["linear → attention at 64"]
     parts = [rows["linear → attention at 64"][f"excess, {a}-{b} tokens after"] for a, b in ((0, 16), (16, 64))]
-    # 63 predictions follow the switch
+    # 63 positions follow the switch
     assert np.mean(first) == pytest.approx(np.average(parts, weights=(16, 47)), abs=1e-6)
     excess = result["plots"][1]["series"]
     assert set(excess) == {"attention → linear", "linear → attention"}
-    # the last of the switches, at 96 of 127 predictions, leaves as many tokens
+    # the last switch, at 96 of 127 positions, leaves 31: the curves end with the shortest one
     assert [len(y) for _, y in excess.values()] == [31, 31]
 
 
@@ -142,7 +142,7 @@ def test_a_failing_mode_costs_no_other_one(suite, model, text, monkeypatch):
 def test_all_pair_counts_of_the_vocabulary_are_crossed(model):
     options = EvalOptions(limit=1, lengths=(64,), vocab_size=20, progress=False)
     rows = evals.SUITES["cross-mode-mqar"].run(model, byte_tokenizer(), options)["rows"]
-    # 16 pairs would fit in 64 tokens, but not in nine keys
+    # 16 pairs would fit into 64 tokens, but a vocabulary of 20 has only nine keys
     assert [row["pairs"] for row in rows] == [4, 8] * 4
 
 
@@ -165,7 +165,7 @@ def test_needles_cross_modes_between_haystack_and_question(model, text, calls):
     examples = niah_examples("s-niah-1", tokenizer, 600, 2)
     lengths = [[len(part) for part in (e.context, e.question)] for e in examples]
     longest = max(map(sum, lengths))
-    # the prompts of the third pair: attention in the last columns of each row, those of its question
+    # prompts of the third pair of modes: attention in the last columns of each row, which have its question
     prompt = next(c for c in calls if isinstance(c, list) and len(c) == 2 and c[0][-1])
     assert [sum(row) for row in prompt] == [question for _, question in lengths]
     assert [len(row) for row in prompt] == [longest] * 2
@@ -256,7 +256,7 @@ def test_ruler_needles_cross_modes_at_the_question(model, calls, monkeypatch, ru
     for call, attends_last in zip(crossed, (False, True), strict=True):
         for row, ids in zip(call, prompts[0].tolist(), strict=True):
             asked = [token for token, attends in zip(ids, row, strict=True) if attends is attends_last]
-            # padding is in no mode
+            # skip padding, which counts as linear mode
             question = tokenizer.decode(asked, skip_special_tokens=True)
             assert question.startswith("What is the special magic number for ")
             assert question.endswith("mentioned in the provided text is")

@@ -40,7 +40,8 @@ def gradients(mixer, x, upstream, mode):
     rotary = RotaryEmbedding(128, {"rope_theta": 1e4}).cuda()(torch.arange(x.shape[1], device="cuda")[None])
     o = mixer(x, rotary=rotary, mode=mode)[0]
     leaves = {"x": x} | {n: p for n, p in mixer.named_parameters()}
-    # a parameter of one value a head has too few values to compare errors by: several gradients of each
+    # several gradients of each parameter: one gradient with a single value per head has too few values for a comparison
+    # of errors
     grads = [
         torch.autograd.grad(o, list(leaves.values()), u.to(o.dtype), retain_graph=True, allow_unused=True)
         for u in upstream
@@ -70,7 +71,7 @@ def test_bfloat16_errors_do_not_exceed_those_of_eager_code(family, kind):
         mixer.load_state_dict({n: p.bfloat16() if n not in mixer.float32 else p for n, p in weights.items()})
         found[name] = gradients(mixer.to(dtype), x.to(dtype), upstream, mode)
     for name, exact in found["exact"].items():
-        # gradients of weights sum the rounding of all tokens, in another order
+        # a factor of 2.5, because gradients of weights sum the rounding errors of all tokens in another order
         assert_within(name, found["ours"][name], exact, found["eager"][name], factor=2.5)
 
 
@@ -93,7 +94,7 @@ def test_grouped_projection_takes_any_share_without_synchronisation(share):
 
     exact, eager = run(both, torch.float64), run(both, torch.bfloat16)
     run(grouped, torch.bfloat16)
-    # memory that an untouched gradient would show
+    # free memory full of NaN: a gradient that is not written would get it
     poison = torch.full((4, 256, 256), float("nan"), device="cuda", dtype=torch.bfloat16)
     del poison
     torch.cuda.set_sync_debug_mode("error")
@@ -175,7 +176,7 @@ def test_sequences_in_linear_mode_read_no_keys():
         cache.begin(2, stop - start, x.device)
         rotary = table(torch.arange(start, stop, device="cuda")[None])
         if start:
-            # keys of the sequence in linear mode, which kernels must not read
+            # kernels must not read the keys of the sequence in linear mode
             cache.layers[0].kv.keys[1] = float("nan")
         attends = torch.tensor([[True], [False]], device="cuda").expand(2, stop - start)
         o = mixer(x[:, start:stop], state=cache.layers[0], rotary=rotary, mode=Modes(None, attends))[0]

@@ -2,7 +2,7 @@
 
 from typing import ClassVar
 
-# registers the attention of Table 5
+# this import registers `normed_attention`, the attention of Table 5
 import tokenmix_oryx.attention  # noqa: F401
 from tokenmix_core.testing.interleaving import InterleavingContract
 from tokenmix_oryx.model import OryxConfig, OryxForCausalLM

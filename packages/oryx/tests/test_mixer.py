@@ -49,7 +49,7 @@ class _Contract(MixerContract):
     }
 
     def trained(self, x):
-        """Return a mode for each token."""
+        """Return the input for training: every third token is in attention mode."""
         return {"mode": Modes(None, torch.arange(x.shape[1]).expand(len(x), -1) % 3 == 0)}
 
 
@@ -175,7 +175,8 @@ def before_norm(mixer: OryxMixer, x: Tensor, mode: str, **rotation) -> Tensor:
     return seen[0]
 
 
-# by switch: the family, the option, what leaves the parameters, and the modes whose mixing changes
+# by switch: the family, the option, the parameters that the option removes, and the modes in which it changes the
+# mixers' outputs before norm and gate
 SWITCHES = {
     "shared query": ("mamba2", {"shared_query": True}, {"linear_q_proj.weight"}, {"linear"}),
     "grouped norm": ("mamba2", {"grouped_norm": True}, set(), set()),
@@ -255,7 +256,7 @@ def test_the_norm_is_over_heads_or_the_whole_width(family, grouped, x):
     mixer.norm.register_forward_hook(lambda _, args, out: seen.append(out))
     run_mixer(mixer, 10 * x, mode=Modes("attention"))
     by_head = seen[0].unflatten(-1, (HEADS, K)).square().mean(-1)
-    # no root mean square of a head is 1 by chance
+    # if the norm covers the whole width, no head has a mean square of 1
     assert torch.allclose(by_head, torch.ones_like(by_head), atol=1e-3) is grouped
     assert torch.allclose(by_head.mean(-1), torch.ones_like(by_head[..., 0]), atol=1e-3)
 
@@ -310,7 +311,7 @@ def test_values_are_linear_in_their_projection_unless_activated(activation, conv
 def test_training_flops_follow_the_share_of_attention():
     few, many = make(attention_probability=0.0), make(attention_probability=1.0)
     convs = 2 * 2 * HEADS * K * 4
-    # a state update and a read-out; a state update and T / 2 keys
+    # linear mode: a state update and a read-out; attention mode: a state update and (T + 1) / 2 keys
     assert few.mixing_flops(100) == HEADS * 4 * K * K + convs
     assert many.mixing_flops(99) == HEADS * (2 * K * K + 4 * K * 50) + convs
 

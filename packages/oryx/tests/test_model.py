@@ -1,4 +1,4 @@
-"""Test the model: cached decoding in any schedule equals the full forward; switches in generation; the promise."""
+"""Test the model: cached decoding in any schedule, switches in generation, and the promise of linear mode."""
 
 import json
 import random
@@ -185,7 +185,7 @@ def test_outputs_differ_only_from_the_first_different_mode_on(model, ids):
 
 def generate(model, ids, **options):
     options = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0, "eos_token_id": None, **options}
-    # else a generated token that happens to be the padding's would be masked
+    # without this mask, tokens of an earlier turn that equal the padding token would be masked
     options.setdefault("attention_mask", torch.ones_like(ids))
     return model.generate(ids, **options)
 
@@ -446,7 +446,7 @@ def test_requests_with_modes_of_their_own_in_one_batch(model, ids):
     prompts = [ids[i % 3, : 19 - i % 4].tolist() for i in range(10)]
     requests = [(x, {} if modes[i % 5] is None else {"mode": modes[i % 5]}) for i, x in enumerate(prompts)]
     expected = [alone(prompt, **inputs) for prompt, inputs in requests]
-    # snapshots of one mode serve no other
+    # prefix snapshots of one mode must not serve requests in another mode
     found, prefixes = _served(model, requests * 2)
     assert found == expected * 2
     assert prefixes.counts["prefix_hits"] > 0

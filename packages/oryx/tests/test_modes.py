@@ -100,12 +100,12 @@ def test_a_quarter_of_chunks_attend():
     chunks = torch.nn.functional.pad(modes, (0, 48)).unflatten(1, (16, 128))
     whole = chunks[:, :15]
     assert torch.equal(whole.all(-1), whole.any(-1))
-    # the last chunk is cut short: 80 tokens
+    # the last chunk has only 80 tokens
     assert set(chunks[:, 15].sum(-1).tolist()) == {0, 80}
     share = whole.any(-1).double().mean(0)
     # five standard errors
     assert ((share - 0.25).abs() < 5 * (0.25 * 0.75 / 800) ** 0.5).all()
-    # neighbours are drawn on their own
+    # neighbouring chunks are drawn independently
     both = (whole[:, :-1].any(-1) & whole[:, 1:].any(-1)).double().mean()
     assert abs(both - 1 / 16) < 0.01
 
@@ -126,7 +126,7 @@ def test_modes_are_independent_of_recall_rows():
     rows = MQARRows(256, 8, 64, seed=0)
     first: dict[int, list[float]] = {}
     for index in range(1500):
-        # examples of one length fill a row
+        # all examples in a row have one length, which the number of boundaries tells
         first.setdefault(len(rows[index]["boundaries"]), []).append(float(draw_modes(256, seed=0, index=index)[0]))
     for drawn in (values for values in first.values() if len(values) > 50):
         share = sum(drawn) / len(drawn)

@@ -23,7 +23,7 @@ from tokenmix_oryx.mixer import OryxMixer
 from tokenmix_oryx.recipes import ABLATIONS, FAMILIES, RECIPES, WIDTHS
 
 NAMED = {"130m": 130e6, "380m": 380e6, "810m": 810e6, "1.4b": 1.4e9}
-# what tokens in attention mode never use, and what those in linear mode do not
+# parameters that tokens in attention mode do not use, and parameters that tokens in linear mode do not use
 LINEAR_OWN = ("linear_q_proj", "dt_proj", "beta_proj", "A_log", "dt_bias", "mixer.D")
 ATTENTION_OWN = ("attention_q_proj",)
 
@@ -113,7 +113,7 @@ def test_ablations_are_matched_in_parameters(family):
     used = sum(final.values()) - own(final, ATTENTION_OWN)
     for name, changes in ABLATIONS[family].items():
         config, sizes = counted(f"{family}-380m-{name}")
-        # a shared query is attention's in name
+        # a shared query projection has the name of attention's, but both modes use it
         options = config.options_of(0)
         mine = sum(sizes.values()) - (0 if options.get("shared_query") else own(sizes, ATTENTION_OWN))
         assert mine == pytest.approx(used, rel=0.01), name
@@ -123,7 +123,10 @@ def test_ablations_are_matched_in_parameters(family):
 
 
 def test_ablations_start_from_their_tables_base():
-    """Table 4 left and Table 6: no gate, and no convolution where it does not say so; Table 7: RoPE in both mixers."""
+    """Models of Table 4 (left) and Table 6 have no gate, models of Table 7 RoPE in both mixers.
+
+    Convolutions are absent in Table 4 (left), and in Table 6 if the name says so.
+    """
     for name in ("shared-query", "grouped-norm", "shared-query-grouped-norm", "no-conv-rope-attention"):
         for config in (RECIPES[f"tm-380m-{n}"]().model_config() for n in ("no-conv-no-gate", name)):
             assert (_layer(config).k_conv, _layer(config).g_proj) == (None, None)
@@ -135,7 +138,7 @@ def test_ablations_start_from_their_tables_base():
         assert _layer(RECIPES[f"tg-380m-{name}"]().model_config()).rope_both
 
 
-# all parameters; "shared-query" has one query projection less, which a mode does not miss
+# numbers of all parameters; "shared-query" lacks one query projection per layer, but one mode uses as many parameters
 COUNTS = {
     "tm-380m-sequence": 405_826_112,
     "tm-380m-chunk": 405_826_112,
@@ -227,7 +230,7 @@ def test_run_manifest_names_the_versions_of_core_and_this_package(small, tmp_pat
 def test_resumed_run_continues_with_the_same_modes(small, tmp_path):
     whole = train(small, tmp_path / "whole", progress=False)
     assert whole.step == 6
-    # as if the run had been killed after its third step
+    # simulate a run that was killed after its third step
     shutil.copytree(tmp_path / "whole", tmp_path / "cut")
     shutil.rmtree(tmp_path / "cut" / "checkpoint-6")
     train(small, tmp_path / "cut", resume=True, progress=False)
@@ -239,7 +242,7 @@ def test_resumed_run_continues_with_the_same_modes(small, tmp_path):
 
 
 def test_micro_batches_do_not_change_results(small, tmp_path):
-    """As with several processes, a step has the same rows and modes however they are divided."""
+    """A step has the same rows and modes, into however many micro-batches (or processes) it is divided."""
     losses = []
     for micro in (256, 64):
         recipe = dataclasses.replace(

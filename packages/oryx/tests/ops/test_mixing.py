@@ -28,9 +28,10 @@ BORDERS = [0, 15, 15, 16, 40]
 def made(options, B, T, K, dtype=torch.float32, device="cpu", W=4, seed=0):
     g = torch.Generator().manual_seed(seed)
     H, E = options.heads, options.heads * K
-    # columns beyond those that are read
+    # `shared` has at least 3 columns that `mix` does not read
     shapes = {"rows": (B * T, E), "shared": (B, T, 3 * E + 2 * H + 3), "norm_weight": (E,)}
-    # one value a head of A_log, dt_bias and D (not for the delta rule): their errors are measured together
+    # "heads" has the rows A_log, dt_bias and D (not for the delta rule), each with one value per head: separately, they
+    # would have too few values for a comparison of errors
     shapes |= {"k_weight": (E, W), "v_weight": (E, W), "heads": (3 if options.rotate_linear else 2, H)}
     x = {name: torch.randn(shape, generator=g, dtype=torch.float64) for name, shape in shapes.items()}
     x["heads"][0] -= 2
@@ -73,9 +74,10 @@ def functions(options, attends, K, *, row_ids=None, cu_seqlens=None, own_angles=
 
 
 def agree(functions, x):
-    """Assert that the fused kernels err at most twice as much as single operations around the recurrence's kernels.
+    """Assert that errors of the fused kernels are at most twice those of single operations with the same recurrence.
 
-    These sum gates in an order of their own, and the few values of gradients of one value a head show it.
+    The baseline has the recurrence's kernels too, because their order of summation shows in gradients with only one
+    value per head.
     """
     ours, exact, single = functions
     assert_agrees(ours, exact, x, baseline=single)
@@ -93,8 +95,8 @@ CHANGES = {
 
 
 def mixed(heads, impl=None, **x):
-    """The operation, with what each head has one value of as one tensor: their errors are measured together."""
-    # each in memory of its own, as parameters are
+    """Call `mix` with A_log, dt_bias and D (None for the delta rule) as the rows of one tensor `heads`."""
+    # parameters have separate memory
     apart = (x if x is None else x.clone() for x in heads)
     return mix(**{"D": None} | x | dict(zip(("A_log", "dt_bias", "D"), apart, strict=False)), impl=impl)
 
@@ -111,7 +113,7 @@ class TestMix(OpContract):
         "malformed_steps": "no steps",
     }
     forms: ClassVar = {"mix": mixed}
-    # a row's query is part of a table of all
+    # `rows` is not among these: it is a table of all queries, which `row_ids` indexes
     tokens = ("shared", "attends")
     shared = ("rows", "norm_weight", "k_weight", "v_weight", "heads")
     dtypes = ("float32",)
@@ -133,7 +135,7 @@ class TestMix(OpContract):
             )
         },
         **{kind: KernelCase(dict(T=24, kind=kind, order=True)) for kind in ("tokens", "attention", "linear")},
-        # three heads: no power of two
+        # three heads, which are no power of two
         **{
             change: KernelCase(dict(B=1, T=24, W=3, options=MAMBA2._replace(heads=3, **options)))
             for change, options in CHANGES.items()
@@ -163,7 +165,7 @@ class TestMix(OpContract):
     }  # fmt: skip
 
     def named(self, form, name):
-        # heads are A_log, dt_bias and D together
+        # error messages name A_log, the first row of `heads`
         return "A_log" if name == "heads" else name
 
     def make(
@@ -182,7 +184,7 @@ class TestMix(OpContract):
             form["row_ids"] = token_order(attends).rows
         if boundaries is not None:
             form["cu_seqlens"] = torch.tensor(boundaries, device=device)
-        # a weight that skips the state, or the delta rule
+        # if `rotate_linear` is set, `made` adds D, the skip weight of SSD; the delta rule has none
         x = made(options._replace(rotate_linear=not delta), B, T, K, dtype=dtype, device=device, W=W, seed=seed)
         if dtype == torch.float64:
             x["heads"] = x["heads"].double()
@@ -234,7 +236,7 @@ class TestMix(OpContract):
         return y if options.gate_before else y * opened
 
     def growing(self, arguments):
-        """Yield rows and angles, too."""
+        """Yield also `rows`, `row_ids` and the angles, each with its dimension of tokens."""
         yield from super().growing(arguments)
         yield arguments["rows"], 0
         yield arguments["row_ids"], 0
@@ -243,7 +245,7 @@ class TestMix(OpContract):
     def operators(self, device):
         from tokenmix_oryx.ops.mixing.autograd import Inputs, mix_backward_op, mix_op
 
-        # dispatch ahead of time is what the property of one graph takes
+        # leave out opcheck's AOT dispatch, because the contract's test of tracing covers it
         tests = "test_schema", "test_autograd_registration", "test_faketensor"
         for options, K in ((MAMBA2, 16), (DELTA, 64)):
             call = self.make(torch.float32, device, B=1, T=3, K=K, options=options, delta=options is DELTA, order=True)
@@ -259,14 +261,14 @@ class TestMix(OpContract):
             yield mix_backward_op, (*given, *kept, y), *tests
 
     def document(self, arguments, n, start, stop):
-        """Add the document's queries, which are here in the order of tokens, and its angles."""
+        """Return the arguments of one document, with its queries (in the order of tokens) and its angles."""
         rotation = Rotation(*(x[:, start:stop] for x in arguments["rotation"]))
         return super().document(arguments, n, start, stop) | {
             "rows": arguments["rows"][start:stop], "rotation": rotation
         }  # fmt: skip
 
     def assert_kernels_agree(self, kernels, reference, call):
-        """Compare, as `agree` does, with single operations around the recurrence's kernels."""
+        """Compare errors with those of single operations around the recurrence's kernels, as `agree` does."""
         form = {name: call.options.get(name) for name in ("row_ids", "cu_seqlens")}
         x, options = dict(call.tensors), call.options
 
@@ -279,7 +281,7 @@ class TestMix(OpContract):
 
 
 def test_heads_are_padded_if_ssd_needs_it(device, monkeypatch):
-    # as they are in float32 on a GPU
+    # pad heads as in float32 on a GPU
     monkeypatch.setattr("tokenmix_core.ops.ssd.autograd.needs_widening", lambda x, *sizes: min(sizes) < 64)
     attends = modes("runs", 2, 24, device)
     x = made(MAMBA2, 2, 24, 32, device=device)
@@ -301,7 +303,7 @@ def test_tensors_of_any_layout(device):
 @pytest.mark.parametrize("family", ["mamba2", "delta rule"])
 def test_unwritten_memory_is_never_read(family, device, monkeypatch):
     options, K = (MAMBA2, 16) if family == "mamba2" else (DELTA, 64)
-    # tiles without attention, and for Mamba-2 rows that no tile of attention's reaches
+    # long enough that some tiles have no token in attention mode and, for Mamba-2, no tile of attention reads some rows
     T = 170 if family == "mamba2" else 70
     attends = torch.zeros(1, T, dtype=torch.bool, device=device)
     attends[:, 5:8] = True
@@ -327,7 +329,7 @@ def _poisoned(x: Tensor) -> Tensor:
 @pytest.mark.parametrize("family", ["mamba2", "delta rule"])
 @pytest.mark.parametrize("kind", ["tokens", "runs", "attention", "linear"])
 def test_kernels_on_a_gpu(family, kind, dtype):
-    # with 16 heads there are enough values of one a head to compare errors by
+    # 16 heads: gradients with one value per head then have enough values for a comparison of errors
     options = (MAMBA2 if family == "mamba2" else DELTA)._replace(heads=16, groups=1 if family == "mamba2" else 16)
     attends = modes(kind, 2, 700, "cuda")
     x = made(options, 2, 700, 128, dtype, "cuda")

@@ -1,4 +1,4 @@
-"""Test what `explain` says about this package's operations, on a device treated as Hopper."""
+"""Test the answers of `explain` for this package's operations, on a device treated as Hopper."""
 
 import pytest
 import torch
