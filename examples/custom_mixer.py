@@ -29,7 +29,7 @@ class GatedLinearAttention(Mixer):
         self.gate_proj = nn.Linear(hidden_size, num_heads, bias=False)
         self.o_proj = nn.Linear(hidden_size, hidden_size, bias=False)
 
-    def make_state(self):  # all that generation needs of the past: one matrix for each head
+    def make_state(self):  # the state that generation carries: one matrix for each head
         return LayerState(recurrent=TensorState(*self.heads, self.heads[1], dtype=torch.float32))
 
     def forward(self, x, *, state=None, cu_seqlens=None, rotary=None):
@@ -41,7 +41,7 @@ class GatedLinearAttention(Mixer):
             state.recurrent.set(after)
         return self.o_proj(o.flatten(-2)), None
 
-    def mixing_flops(self, seq_len):  # of a token, without the linear layers
+    def mixing_flops(self, seq_len):  # FLOPs of a token, without the linear layers
         return 4.0 * self.heads[0] * self.heads[1] ** 2
 
 

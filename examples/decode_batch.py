@@ -44,7 +44,7 @@ mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts], 
 requests = list(range(len(prompts)))  # the request in each row of the batch
 outputs = [[] for _ in requests]
 with torch.inference_mode():
-    cache = model.make_cache(longest + max(args.new))  # memory for keys and values is taken once
+    cache = model.make_cache(longest + max(args.new))  # allocates memory for keys and values once
     # Prefill: padding reaches no state, so each row holds its own prompt and nothing else.
     logits = model(input_ids, attention_mask=mask, cache=cache, logits_to_keep=1).logits
     while requests:

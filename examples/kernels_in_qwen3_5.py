@@ -69,7 +69,8 @@ def milliseconds_of_a_training_step():
 expected, before = logits(), milliseconds_of_a_training_step()
 with use_kernels(model) as use:  # undone at the end of the block; use_kernels("qwen3_5") serves all Qwen3.5 models
     found, after = logits(), milliseconds_of_a_training_step()
-    model.eval().generate(tokens[:, :8], attention_mask=torch.ones_like(tokens[:, :8]), max_new_tokens=4)  # decodes too
+    # decoding uses our kernels, too
+    model.eval().generate(tokens[:, :8], attention_mask=torch.ones_like(tokens[:, :8]), max_new_tokens=4)
 
 error = ((found - expected).norm() / expected.norm()).item()
 print(f"{use.layers} modules of {model.config.num_hidden_layers} layers run our kernels on {device}")

@@ -37,16 +37,16 @@ def test_held_shares_agree_with_the_state_after_the_same_tokens(model):
     for share, layer in zip(shares, cache.layers, strict=True):
         held = (layer.kv.lengths - 16).double().mean(0) / (50 - 16)
         torch.testing.assert_close(torch.from_numpy(share), held, rtol=1e-5, atol=1e-6)
-    # the cap binds
+    # the cap limits some heads
     assert shares.max() <= 6 / (50 - 16) + 1e-6 < scored.max()
-    # without the cap the state holds what the scorer retains
+    # without the cap the state holds all keys that the scorer retains
     with using_retention(model, SimpleNamespace(cap="none", window=None)):
         uncapped, same = retained_shares(model, ids, batch_size=2, progress=False)
         cache = model.make_cache()
         with torch.no_grad():
             model(ids, past_key_values=cache)
     assert (uncapped == same).all()
-    # later layers see other inputs
+    # compare the first layer only: the inputs of later layers depend on the cap
     assert (same[0] == scored[0]).all()
     for share, layer in zip(uncapped, cache.layers, strict=True):
         torch.testing.assert_close(
@@ -86,7 +86,7 @@ def test_the_heat_map_has_a_row_for_each_layer_and_a_plot_for_each_length(model,
 
 def test_the_scorer_s_share_is_counted(model):
     (row,) = scorer_suite(model, byte_tokenizer(), EvalOptions(lengths=(64,), progress=False))["rows"]
-    # 16 channels halved three times, three taps
+    # 16, 8, 4 and 2 channels, and three taps
     head = 3 * (16 * 8 + 8 * 4 + 4 * 2) + 8 + 4 + 2 + 2 + 1
     assert row["scorers' parameters"] == 2 * 2 * head
     assert row["share of parameters"] == 4 * head / model.num_parameters()
@@ -150,7 +150,7 @@ def test_latency_times_the_layers_with_a_kv_cache_and_their_scorers(monkeypatch)
     partial = latency.latency_suite(hybrid, byte_tokenizer(), asked)
     assert [row["context"] for row in partial["rows"]] == [16, 24]
     assert list(partial["failed"]) == ["decoding after 24 tokens"]
-    # the hooks are removed
+    # the suite has removed its hooks
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in hybrid.modules())
     linear = HybridForCausalLM(
         HybridConfig(**FIELDS, mixers=["gated_delta_net"], mixer_options={"gated_delta_net": {"num_heads": 1}})

@@ -60,7 +60,7 @@ def test_the_scorers_learn_alone_or_with_all_other_weights(converted, tmp_path, 
     assert frozen & others == (others - scorers if flags else set())
     assert after["model.layers.1.mixer.sparsity.average"].all()
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    # the first scorer retains all of the 26 tokens that count
+    # before training the scorer retains all 26 tokens with final logits, a share of 1, logged as 32 of a row
     assert next(line["kept/1"] for line in lines if "kept/1" in line) == pytest.approx(32)
     assert main(["generate", str(tmp_path / "run"), "--prompt", "def ", "--max-new-tokens", "40"]) == 0
     assert "def " in capsys.readouterr().out
@@ -69,7 +69,7 @@ def test_the_scorers_learn_alone_or_with_all_other_weights(converted, tmp_path, 
 def test_a_stopped_run_goes_on_from_its_folder_alone(converted, tmp_path, capsys):
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     assert main(["finetune", str(converted), "--scorer", "--out", str(whole), *RUN.split()]) == 0
-    # as if it had been killed after the first checkpoint
+    # simulate a run that was killed after its first checkpoint
     shutil.copytree(whole, cut)
     shutil.rmtree(cut / "checkpoint-4")
     for path in cut.glob("*.safetensors"):

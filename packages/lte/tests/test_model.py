@@ -14,7 +14,7 @@ from tokenmix_lte.config import LteConfig
 from tokenmix_lte.model import LteForCausalLM, LteModel
 
 SIZES: dict[str, Any] = {"vocab_size": 61, "hidden_size": 32, "num_hidden_layers": 2, "intermediate_size": 48}
-# without dropout, so that a gradient is the same twice
+# no dropout, so that two calls have equal gradients
 OPTIONS = {"num_heads": 4, "num_kv_heads": 2, "window": 13, "cap": 4, "sinks": 2, "dropout": 0.0}
 NSA = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 8, "block": 4, "blocks": 3, "window": 6}
 

@@ -100,7 +100,7 @@ def test_a_step_reads_only_the_selected_blocks_and_the_window():
 
 
 def selected_blocks(layer: Nsa, x: Tensor) -> set[int]:
-    """Return all blocks that the last token's key heads select."""
+    """Return the union of the blocks that the key heads select for the last token."""
     from tokenmix_lte.ops import select_blocks
     from tokenmix_lte.ops.pooled_blocks import compressed_attention, pool_blocks
 
@@ -123,7 +123,7 @@ def test_the_paper_s_sizes():
     layer = Nsa(1024)
     assert layer.q_proj.out_features == 2048
     assert layer.g_proj.out_features == 96
-    # a token's key and value of both heads in bfloat16, and a sixty-fourth of that; sums of a block in float32
+    # a token's bfloat16 key and value for 2 heads of 64; means of 64 blocks, each as large; float32 sums of a block
     token, sums = 2 * 2 * 64 * 2, 2 * 2 * 64 * 4
     assert layer.state_bytes(4096) == 4096 * token + 64 * token + sums
 

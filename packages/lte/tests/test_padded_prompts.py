@@ -64,7 +64,7 @@ def test_a_padded_prompt_is_one_call_per_layer_and_equals_each_row(mixer, option
         monkeypatch.setattr(module, name, lambda *x, f=whole, **y: calls.append(1) or f(*x, **y))
     count_reads(reads, monkeypatch)
     lengths, steps = [70, 69, 41, 17, 12, 3, 1], 20
-    # no token twice in a row: equal tokens would have equal logits up to rounding, and which is evicted is arbitrary
+    # each row has different tokens: equal ones would have equal logits up to rounding, and either could be evicted
     generator = torch.Generator().manual_seed(1)
     ids = torch.stack([torch.randperm(128, generator=generator)[: 70 + steps] for _ in lengths])
     mask = left_padded([n + steps for n in lengths], 70 + steps)
@@ -78,7 +78,7 @@ def test_a_padded_prompt_is_one_call_per_layer_and_equals_each_row(mixer, option
         calls.clear()
         part = model(ids[:, start:end], attention_mask=mask[:, :end], past_key_values=cache)
         logits.append(part.logits)
-        # every sequence continues from another length
+        # several tokens are one call per layer, although every sequence continues from another length
         assert end == start + 1 or len(calls) == model.config.num_hidden_layers
     for row, tokens, n in zip(torch.cat(logits, 1), ids, lengths, strict=True):
         alone = model(tokens[None, -n - steps :], use_cache=False).logits[0]

@@ -65,7 +65,7 @@ def test_recall_models_have_similar_sizes_and_hold_fewer_tokens_than_a_row(size)
     transformer = parameters(f"recall-transformer-{size}")
     for name in RECIPES:
         if name.startswith("recall-") and name.endswith(size):
-            # the scorer of a small model weighs more
+            # in a small model the scorer is a larger part
             assert abs(parameters(name) / transformer - 1) < (0.25 if size == "small" else 0.06), name
     recipe = RECIPES[f"recall-lalte-{size}"]()
     options = recipe.model["mixer_options"]["lte"]

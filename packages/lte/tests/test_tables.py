@@ -16,7 +16,8 @@ from tokenmix_lte.cli import main
 from tokenmix_lte.model import LteConfig, LteForCausalLM
 from tokenmix_lte.recipes import RECIPES
 
-# questions of each task in four; all choices of a question are the same text, so a model selects the first one
+# number of questions, of four per task, whose answer is the first choice: all choices are the same text, so that a
+# model selects the first
 RIGHT = {"piqa": 1, "hellaswag": 2, "winogrande": 3, "ai2_arc/ARC-Easy": 4, "ai2_arc/ARC-Challenge": 1, "boolq": 2}
 RIGHT |= {"siqa": 3, "based-fda": 1, "based-swde-v2": 2, "based_nq_2048": 3, "based-squad": 4, "based_triviaqa": 0}
 RIGHT |= {"based_drop": 2}
@@ -96,7 +97,7 @@ def folders(tmp_path_factory):
 
 
 def test_the_tables_have_the_paper_s_columns_and_order(folders, tmp_path, offline, capsys):
-    # one question at a time: equal choices have equal likelihoods
+    # batches of one question, in which equal choices have equal likelihoods
     flags = ["--batch-size", "1", "--limit", "4"]
     assert main(["eval", folders["lalte"], "--suite", "table-1", *flags, "--cap", "none"]) == 0
     assert main(["eval", folders["lalte"], "--suite", "table-3", "--limit", "4"]) == 0

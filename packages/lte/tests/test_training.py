@@ -114,7 +114,7 @@ def test_gradients_of_each_example_in_training_mode_are_those_of_single_calls():
     torch.manual_seed(0)
     model = LteForCausalLM(nano().model_config()).train()
     for heads in (module for module in model.modules() if isinstance(module, HeadWeights)):
-        # a sparsity loss that shows in the gradients
+        # a large λ, so that the sparsity loss shows in the gradients
         heads.weight.fill_(0.5)
     ids = torch.randint(model.config.vocab_size, (2, 32))
 
@@ -151,7 +151,7 @@ def test_a_resumed_run_has_the_lambda_of_an_uninterrupted_run(tmp_path):
     assert lines(tmp_path / "cut") == lines(tmp_path / "whole")
     weights = [line[2] for line in lines(tmp_path / "whole")]
     first = read_metrics(tmp_path / "whole" / "metrics.jsonl")[0]
-    # all 26 tokens with a final logit count from the first line on, in each head
+    # the first line of the log already counts all 26 tokens with final logits, for each head
     heads = [value for name, value in first.items() if name.startswith("kept/1/")]
     assert len(heads) == len([name for name in first if name.startswith("lambda/1/")]) > 1
     assert 28 < sum(heads) / len(heads) == pytest.approx(first["kept/1"])

@@ -116,7 +116,7 @@ def trained(**attention) -> HybridForCausalLM:
 def test_a_model_that_holds_all_tokens_agrees_with_the_original(method):
     model, ids = trained(num_kv_heads=2), torch.randint(0, 264, (2, 40))
     logits = model(ids, use_cache=False).logits
-    # with 64 tokens held, the window alone has 48
+    # if 64 tokens are held, the window alone has 48
     all_held, few = (in_constant_memory(model, method, held=held)(ids, use_cache=False).logits for held in (64, 12))
     assert relative_error(all_held, logits) < 1e-5
     assert relative_error(few[:, :9], logits[:, :9]) < 1e-5

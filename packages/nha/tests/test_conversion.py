@@ -82,7 +82,7 @@ def test_full_windows_without_slots_equal_the_original(original, ids):
     assert relative_error(converted(ids).logits, original(ids).logits) < 1e-5
     mask = left_padded([TOKENS, TOKENS - 7, 2], TOKENS)
     options = {"max_new_tokens": 6, "do_sample": False}
-    # with left padding, the first token of a row would be predicted from padding
+    # ignore the first token of a padded row: its prediction comes from padding
     labels = ids.masked_fill(mask * mask.roll(1, 1) == 0, -100)
     got, exact = (model(ids, attention_mask=mask, labels=labels) for model in (converted, original))
     for row, n, wanted in zip(got.logits, mask.sum(1).tolist(), exact.logits, strict=True):
@@ -125,7 +125,7 @@ def test_decoding_equals_one_forward_pass_and_ignores_padding(original, ids):
     converted = convert(original, [4, "full", 0], slots=4)
     whole = converted(ids, use_cache=False).logits
     assert relative_error(whole, original(ids).logits) > 1e-3
-    # the first chunks of a padded prompt may hold only padding
+    # the first three columns hold only padding, so that the first calls of one token do, too
     mask = left_padded([TOKENS - 3, TOKENS - 7, 2], TOKENS)
     for lengths in ([TOKENS], [1] * TOKENS, [7, 1, 5, 6]):
         assert relative_error(logits_in_parts(converted, ids, lengths), whole) < 1e-4

@@ -34,7 +34,7 @@ def test_shares_are_means_over_sequences_of_the_layers_shares(model):
     for layer in range(3):
         exact = torch.cat(seen[layer]).double().mean(0).T
         assert relative_error(shares[layer], exact) < 1e-5
-    # slots without a window get a share of 1; the zero slots of a full layer get less with each token
+    # without a window the slots' share is 1; slots of a full layer stay zero, and their share falls with each new key
     assert (shares[2] == 1).all()
     assert (shares[1, :, 0] > shares[1, :, -1]).all()
     assert nha_mixers(model)[0].shares is None

@@ -46,7 +46,7 @@ def test_stage_one_changes_the_attention_and_stage_two_everything(converted, tmp
     before, after = weights(converted), weights(first)
     assert set(before) == set(after)
     for name in before:
-        # no token enters the slots of a full layer
+        # no token enters the slots of a full layer, so that its gates are not trained
         still = "self_attn" not in name or name == "model.layers.1.self_attn.f_proj.weight"
         assert torch.equal(before[name], after[name]) == still, name
     pytest.importorskip("peft")
@@ -126,7 +126,7 @@ def test_a_stopped_stage_goes_on_from_its_folder_alone(converted, tmp_path, caps
     for folder in (whole, cut):
         call = ["finetune", str(converted), "--stage", "1", "--out", str(folder), *RUN.split(), "--save_steps", "2"]
         assert main(call) == 0
-    # as if it had been killed after the checkpoint
+    # simulate a run that was killed after its first checkpoint
     for path in cut.iterdir():
         if path.is_file() and path.suffix == ".safetensors":
             path.unlink()

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.gpu
 TOKENS = 150
 FORMS = {
     "window 32": {"window": 32},
-    # different gates: if slots hold nearly the same tokens, the gradient of q cancels, which magnifies rounding errors
+    # 0.4 makes the gates differ: if slots are nearly equal, the gradient of q cancels, which magnifies rounding errors
     "slots alone": {"window": 0, "gate_normalizer": 0.4},
     "slots alone, rotated": {"window": 0, "positions": "both", "gate_normalizer": 0.4},
     "window past the end": {"window": 200},
@@ -36,7 +36,7 @@ FORMS = {
     "learned sum": {"window": 40, "fusion": "learned"},
 }
 BFLOAT16, FLOAT32 = torch.bfloat16, torch.float32
-# kernels split float32 operands into three tf32 parts, and sum gates in another order than the eager form
+# a float32 matmul of core's kernels is three tf32 matmuls; NHA's kernels sum gates in another order than the eager form
 FLOORS = {BFLOAT16: None, FLOAT32: 8 * torch.finfo(FLOAT32).eps}
 
 
@@ -73,7 +73,7 @@ def test_a_training_step_errs_no_more_than_the_eager_one(form, ids):
     with RoundedProducts(BFLOAT16):
         eager = step(eager, ids)
     assert set(fast) == set(exact)
-    # a short vector may be right by chance, so all gradients are compared as one vector
+    # the eager error of one short vector may be small by chance: compare the gradients of all vectors as one
     short = [name for name, x in fast.items() if x.dim() == 1]
     for grads in (exact, eager, fast):
         grads["vectors"] = torch.cat([grads.pop(name) for name in short])

@@ -2,7 +2,7 @@
 
 from typing import ClassVar
 
-# registers the baselines
+# this import registers the baselines
 import tokenmix_nha.gla
 import tokenmix_nha.gsa  # noqa: F401
 from tokenmix_core.testing.interleaving import InterleavingContract

@@ -44,7 +44,7 @@ class _Contract(MixerContract):
         for name, p in [("x", x), *mixer.named_parameters()]:
             assert p.grad is not None, name
             assert p.grad.isfinite().all(), name
-            # DDP also waits for the gradient of unused gates
+            # unused gates get a gradient of zeros, because DDP waits for it
             assert p.grad.any() == (mixer.window != "full" or not name.startswith("f_proj")), name
 
 
@@ -150,7 +150,7 @@ def test_the_layer_computes_the_paper_s_equations_and_its_share_of_slots(form, x
     with observed_shares([mixer]) as shares:
         got = run_mixer(mixer, x)
     exact, share = zip(*(by_the_equations(mixer, row) for row in x), strict=True)
-    # rotary frequencies are float32
+    # rotary frequencies are float32, the layer is float64
     assert relative_error(got, torch.stack(exact)) < 1e-6
     assert relative_error(shares[0][0], torch.stack(share)) < 1e-6
 
@@ -166,7 +166,7 @@ def test_learned_positions_affect_only_the_window(x):
     # the slots use queries and keys without positions
     mixer = seeded(positions="learned", window=0)
     assert torch.equal(run_mixer(mixer, x), run_mixer(seeded(positions="none", window=0), x))
-    # adding a constant to all positions changes nothing; positions that differ change the outputs
+    # with the same vector for all positions, the order of earlier tokens has no effect; with different ones it has
     mixer = seeded(positions="learned", slots=0)
     for table in (mixer.q_positions, mixer.k_positions):
         table.weight.copy_(table.weight[:1].expand_as(table.weight))

@@ -60,7 +60,7 @@ class TestWithAFullLayer(_Contract):
     }
 
     def test_training_reaches_every_parameter_with_and_without_checkpointing(self, model, ids):
-        # the gates of a full layer are unused
+        # the gates of a full layer are unused: their gradient is zero
         model.model.layers[1].mixer.f_proj.requires_grad_(False)
         gates = model.model.layers[1].mixer.f_proj.weight
         model.train()

@@ -91,7 +91,7 @@ SUBJECTS = ("mmlu_anatomy", "mmlu_virology")
 
 @pytest.fixture
 def run(tmp_path, monkeypatch):
-    """Run a suite on local tasks with `acc` 1 and `acc_norm` 0, and the reverse for one subject of MMLU."""
+    """Return a function that runs a suite on local tasks: `acc` 1, `acc_norm` 0; the reverse for a subject of MMLU."""
     torch.manual_seed(0)
     fields = {"vocab_size": 264, "hidden_size": 32, "num_hidden_layers": 2, "intermediate_size": 32}
     model = NhaForCausalLM(NhaConfig(**fields, **nha_layers(8, num_heads=2, slots=4))).eval()
@@ -174,7 +174,7 @@ def test_lm_eval_has_every_task_and_metric():
     assert {*pretrained.UNDERSTANDING, *pretrained.KNOWLEDGE, *pretrained.MMLU} <= set(known)
 
     class Loader(yaml.SafeLoader):
-        """Reads a tag as its text."""
+        """Read the tag `!function` as the text after it."""
 
     Loader.add_constructor("!function", lambda loader, node: node.value)
     for path, metric in (

@@ -49,7 +49,7 @@ def test_baselines_have_what_table_1_states(kind, size, stated):
 @pytest.mark.parametrize(("size", "number"), [("100m", 86.5e6), ("small", 279e3)])
 def test_recall_models_of_a_size_have_about_as_many_parameters(size, number):
     for name in RECIPES:
-        # the table of positions grows with `max_positions`
+        # learned positions add tables with a row for each position
         if name.startswith("recall-") and f"-{size}" in name and "learned-positions" not in name:
             assert abs(parameters(name) / number - 1) < 0.075, name
 
@@ -168,7 +168,7 @@ def test_a_resumed_run_draws_the_windows_of_an_uninterrupted_run(tmp_path):
     train(recipe, tmp_path / "parts", resume=True, progress=False)
     assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
     assert len(losses(tmp_path / "whole")) == 6
-    # the loss depends on the windows, and the saved model has the configuration's
+    # the loss depends on the drawn windows, but the saved model has the configuration's windows
     train(replace(recipe, callbacks=()), tmp_path / "fixed", progress=False)
     assert losses(tmp_path / "fixed") != losses(tmp_path / "whole")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "parts")

@@ -57,9 +57,9 @@ def test_the_selected_candidate_respects_max_full(model):
     options = {"window": 4, "blocks": (6, 3), "progress": False}
     assert search_windows(model, worth, max_full=2, **options)[1].full == [5, 11]
     assert search_windows(model, worth, max_full=0, **options)[1].full == []
-    # one after the other: 10 first, then 1
+    # insertions are chosen one after the other: layer 10 first, then layer 1
     assert search_windows(model, worth, insert=2, **options)[1].full == [1, 5, 10, 11]
-    # equal scores go to the fewest full layers
+    # of candidates with equal scores, the one with the fewest full layers is selected
     assert search_windows(model, lambda m: 1.0, **options)[1].full == []
     calls = []
     search_windows(model, lambda m: calls.append(tuple(windows_of(m))) or 0.0, **options)
@@ -112,7 +112,7 @@ def test_a_resumed_search_does_not_repeat_saved_scores(model, tmp_path):
     options, about = {"window": 4, "blocks": (6, 3), "progress": False}, {"task": "a", "lengths": (64,)}
     with pytest.raises(KeyboardInterrupt):
         search_windows(model, remembered(stops, log, about, resume=False), **options)
-    # an unfinished line of a killed process
+    # a killed process leaves an unfinished line
     with log.open("a") as file:
         file.write('{"windows": [4')
     before = asked[:3]

@@ -19,7 +19,7 @@ def tokens(rng):
 
 
 def any_state(seed: int, full: bool) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-    """Draw memory for rows of different lengths, with few distinct scores, so that many are equal."""
+    """Return random memory and the number of tokens before the step in each row; many scores are equal."""
     rng = torch.Generator().manual_seed(seed)
     before = torch.randint(0, 3 * W, (N,), generator=rng) if not full else torch.full((N,), 5 * W + seed)
     most = (before - W).clamp(0, CAP).view(N, 1)
@@ -45,20 +45,23 @@ def after_a_step(k, v, raw, before, *, window, sinks, uniform, impl=None, **stat
 
 
 def one_head(scores, ages, lengths, before, window, sinks, uniform):
-    """Return the slot of the token that leaves the window, or None, its score, and the length after the step."""
+    """Return the index among retained tokens that the leaving token takes, its score, and the length after the step.
+
+    The index is None if the token is evicted, and also the score if no token leaves the window.
+    """
     age, retained = before - window, lengths - min(before, window)
     if age < 0:
         return None, None, lengths + 1
     score = float(scores[before % window])
     if uniform:
-        # the exponent of the largest power of two that divides the position
+        # 1 + the exponent of the largest power of two that divides the position
         score = float("inf") if age == 0 else 1 + (age & -age).bit_length() - 1
     score = float("inf") if age < sinks else score
     if score <= 0:
         return None, None, lengths
     if retained < len(ages):
         return retained, score, lengths + 1
-    # the worst is replaced, among equal ones the youngest
+    # replace the retained token with the lowest score, among equal ones the youngest
     worst = min(range(retained), key=lambda i: (float(scores[window + i]), -int(ages[i])))
     return (worst, score, lengths) if score > float(scores[window + worst]) else (None, None, lengths)
 
@@ -103,7 +106,7 @@ class TestEviction(OpContract):
 
     @staticmethod
     def results(output):
-        """Replace the +∞ of sinks by a finite score."""
+        """Replace the +∞ of sinks by a finite score, so that differences are finite."""
         return output | {"scores": output["scores"].nan_to_num(nan=torch.nan, posinf=1e6)}
 
     def make(
@@ -112,7 +115,7 @@ class TestEviction(OpContract):
         state, before = any_state(seed, full)
         named = dict(zip(("k", "v", "raw"), tokens(torch.Generator().manual_seed(seed)), strict=True)) | state
         options = {"before": before.to(device), "window": W, "sinks": sinks, "uniform": uniform}
-        # memory is float32 whatever the dtype
+        # the memory is float32 for every `dtype`
         return Call({name: x.to(device) for name, x in named.items()}, options)
 
     def definition(self, k, v, raw, before, *, window, sinks, uniform, **state):
@@ -149,7 +152,7 @@ def test_retained_slots_hold_the_best_tokens_beyond_the_window_and_the_older_of_
     state, _ = any_state(0, full=False)
     state = {name: torch.zeros_like(x).to(device) for name, x in state.items()}
     for p in range(rows):
-        # a score is known before its token leaves
+        # write the previous token's score: it is known before the token leaves the window
         state["scores"][:, :, (p - 1) % W] = logits[:, :, p - 1].to(device)
         new = [x.to(device) for x in tokens(rng)]
         evict_step(*new, *state.values(), torch.full((N,), p, device=device), window=W, sinks=2, impl=impl)

@@ -38,7 +38,7 @@ CALLS = {
 
 @without_gpu
 def test_every_kernel_compiles_and_fits_on_an_sm():
-    # a kernel's shared memory depends on the channels
+    # all launches of each kernel, because its shared memory depends on the channels
     kernels = compiled_by(__file__, every=True)
     assert {x["call"] for x in kernels} == CALLS.keys()
     assert_all_fit(kernels)

@@ -20,7 +20,7 @@ def inputs(B=2, T=23, HQ=4, H=2, K=6) -> list[torch.Tensor]:
 
 
 def literal(q, k, v) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute one sequence query by query."""
+    """Compute attention to the means of complete blocks, query by query; return o and lse."""
     (T, HQ, K), H = q.shape[1:], k.shape[2]
     o, lse = torch.zeros_like(q), q.new_full(q.shape[:3], -torch.inf)
     for b, i, a in itertools.product(range(len(q)), range(T), range(HQ)):
@@ -56,7 +56,7 @@ def test_kernels_agree_with_the_reference_for_queries_at_any_offset(shift, devic
     for impl, (a, b, c) in {"reference": exact, "triton": (q, k, v)}.items():
         pooled = pool_blocks(b, BLOCK), pool_blocks(c, BLOCK)
         out = compressed_attention(a[:, shift:], *pooled, BLOCK, shift=shift, impl=impl)
-        # the layer uses the gradient of o alone
+        # the layer needs gradients of o alone, not of lse
         found[impl] = [*out, *torch.autograd.grad(out.o.square().sum(), (a, b, c))]
     for got, want in zip(found["triton"], found["reference"], strict=True):
         torch.testing.assert_close(got.cpu(), want.float(), rtol=1e-4, atol=1e-5)
@@ -101,7 +101,7 @@ def test_short_packed_sequences_need_no_padding_to_blocks(monkeypatch):
         boundaries = cu_seqlens_from_lengths(torch.tensor(lengths))
         means = (pool_blocks(x, BLOCK, boundaries) for x in (k, v))
         compressed_attention(q, *means, BLOCK, cu_seqlens=boundaries)
-    # at most as many queries as tokens, and few sequences more than there are rows
+    # queries, keys and boundaries of each call of attention: no more queries than tokens, no more sequences than keys
     rows = 90 // BLOCK
     assert seen == [(rows * BLOCK * q.shape[2], rows, n) for n in (rows + 1, 4)]
 

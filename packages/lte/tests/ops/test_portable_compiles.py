@@ -71,7 +71,7 @@ CALLS = {
 
 @without_gpu
 def test_every_kernel_compiles_and_fits_on_an_sm():
-    # a scorer's tiles, and so its shared memory, depend on its dtype
+    # all launches of each kernel, because a scorer's tiles, and so its shared memory, depend on its dtype
     kernels = compiled_by(__file__, every=True)
     assert {x["call"] for x in kernels} == CALLS.keys()
     assert_all_fit(kernels)

@@ -119,7 +119,7 @@ def kernel_case(B=1, T=40, heads=2, size=16, device="cpu", seed=0, **options):
     drawn = {name: torch.randn(shape, generator=rng) for name, shape in shapes.items()}
     for i in range(3):
         drawn[f"w{i}"] *= (2 / (3 * channels[i])) ** 0.5
-    # values that both dtypes represent
+    # k and v have values that float16 represents, too
     return {name: (x.half().float() if name in "kv" else x).to(device) for name, x in drawn.items()}, options
 
 
@@ -161,7 +161,7 @@ def by_tensors(k, v, weight, bias, w0, b0, w1, b1, w2, b2, convs=None, impl=None
 
 
 def rounding(dtype):
-    """Return the tolerance floor: sums over many tokens are rounded for each of them.
+    """Return the tolerance floor: rounding errors of sums over many tokens add up.
 
     On a GPU, float32 matmuls are sums of three tf32 matmuls without the smallest term, in each of three layers: on an
     H200 the error of logits and gradients was up to 8.2e-7, that of eager ones up to 4e-7.
@@ -305,7 +305,7 @@ def test_dropout_masks_have_the_given_probability_and_are_independent(probabilit
         for dim, distance in ((0, 1), *((dim, distance) for dim in (2, 3) for distance in (1, 2, 3, 8))):
             first, second = x.narrow(dim, 0, x.shape[dim] - distance), x.narrow(dim, distance, x.shape[dim] - distance)
             assert_mean_is_zero(first * second, variance**2)
-        # both channels of a pair, which have one hash
+        # the two channels of a pair share one hash but must be independent
         assert_mean_is_zero(x[..., ::2] * x[..., 1::2], variance**2)
         for other in excess[:i]:
             assert_mean_is_zero(x * other, variance**2)

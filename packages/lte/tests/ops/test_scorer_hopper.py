@@ -56,7 +56,7 @@ def on_hopper(monkeypatch, override):
             if name.startswith("hopper_") and not isinstance(run, gluon_emulator.Jit):
                 monkeypatch.setattr(module, name, partial(note, name, run))
         monkeypatch.setitem(sys.modules, module.__name__, module)
-    # four SMs
+    # launches for a GPU of four SMs
     override(tuning, sm_count=lambda device: 4)
     monkeypatch.setattr(GluonForm, "require", lambda *_: None)
     return ran

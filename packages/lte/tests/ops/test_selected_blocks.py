@@ -22,7 +22,7 @@ from tokenmix_lte.ops.selected_blocks.autograd import (
     select_blocks_op,
 )
 
-# bytes for 17 tokens with 4 heads, 3 blocks and 64 channels (8, padded) of 4 bytes
+# bytes of partial outputs of 17 tokens: 4 heads, 3 listed blocks and 64 float32 channels (8, padded)
 _WORKSPACE = 17 * 4 * 3 * 64 * 4
 
 
@@ -41,7 +41,7 @@ def inputs(
 
 
 def by_definition(q, k, v, *, blocks, block_size, scale=None, cu_seqlens=None):
-    """Compute the docstring's equations, one query at a time."""
+    """Compute the equations in the docstring of `block_attention`, one query at a time."""
     (B, TQ, HQ, K), (TK, H) = q.shape, k.shape[1:3]
     scale = K**-0.5 if scale is None else scale
     boundaries = [0, TK] if cu_seqlens is None else cu_seqlens.tolist()
@@ -183,7 +183,7 @@ class TestSelection(OpContract):
             options["cu_seqlens"] = torch.tensor(options["cu_seqlens"], device=device)
         U = max(U or 0, -(-(T + options.get("shift", 0)) // 4))
         q, pooled, lse = selection(TQ=T, U=U, **sizes, dtype=dtype, device=device, seed=seed)
-        # attention returns it in float32
+        # lse is float32, or float64 for float64, as attention returns it
         return Call({"q": q, "pooled": pooled, "lse": lse.to(torch.promote_types(dtype, torch.float32))}, options)
 
     def operators(self, device):
@@ -241,7 +241,7 @@ def test_lists_hold_the_pairs_of_each_block_in_order(cu, device):
     lists = make_lists(
         options["blocks"], options.get("cu_seqlens"), first=0, TQ=T, TK=T, U=U, block_size=size, split=split
     )  # fmt: skip
-    # there are several runs of pairs
+    # each row and head has more than two runs of pairs
     assert 2 * plan.pairs_per_run(U) < T * S
     boundaries, begin = [0, T] if cu is None else cu, 0
     for r, slots in enumerate(lists.slots.flatten(0, 1).repeat_interleave(U, 0)):
@@ -249,7 +249,7 @@ def test_lists_hold_the_pairs_of_each_block_in_order(cu, device):
         end = begin + len(pairs)
         assert lists.ends[r] == end
         assert lists.listed[begin:end].tolist() == pairs
-        # the other pairs need no mask
+        # queries of pairs after the first `masked` ones see all keys of the block
         for t, s in (divmod(p, S) for p in pairs[lists.masked[r] :]):
             last = (options["blocks"][r // U // H, t, r // U % H, s] + 1) * size - 1
             assert t - max(x for x in boundaries if x <= t) >= last
@@ -290,7 +290,7 @@ def test_among_equal_blocks_the_lower_are_selected(own, device):
 def test_runs_of_queries_select_the_same_blocks(monkeypatch, device):
     q, pooled, lse = selection(TQ=40, U=10, dtype=torch.float32, device=device)
     whole = select_blocks(q, pooled, lse, 5, block_size=4, impl="triton")
-    # bytes for 17 queries with 64 blocks, 2 selected ones and their probabilities, of 4 bytes
+    # bytes for 17 queries: 4 each for 64 candidates, 2 selected blocks and their 2 probabilities
     monkeypatch.setattr(plan, "_MAX_WORKSPACE", 17 * (64 + 4) * 4)
     assert [(x.start, x.stop) for x in plan.runs(40, (64 + 4) * 4)] == [(0, 14), (14, 28), (28, 40)]
     torch.testing.assert_close(select_blocks(q, pooled, lse, 5, block_size=4, impl="triton"), whole)

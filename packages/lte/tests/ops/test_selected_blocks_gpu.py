@@ -67,7 +67,7 @@ def test_results_are_bit_identical_in_every_run_and_agree_for_split_queries(monk
 
 
 SELECTIONS = [
-    # up to 80 blocks, 688 and 64
+    # up to 80 and 688 blocks of 16 keys, and 16 blocks of 64 keys
     dict(shift=380),
     dict(T=1000, U=688, shift=10_000),
     dict(B=8, T=1024, U=16, size=64),

@@ -20,13 +20,13 @@ _LABEL = re.compile(r"\.L_x_\d+")
 _REGISTER = re.compile(r"\b(U?R)(\d+)\b")
 _PREDICATES = r"\s*(?:U?P\w+,\s*)*"
 _NO_RESULT = ("ST", "RED.", "BAR", "ISETP", "FSETP", "LDGSTS", "MEMBAR", "HGMMA", "R2P", "EXIT", "BRA")
-# instructions that may read unwritten registers: masks before the other bits are set, and spills of unused registers
+# harmless reads of an unwritten register: an AND that clears some of its bits before others are set, and a spill
 _HARMLESS = r"(LOP3.LUT {r}, {r}, 0x[0-9a-f]+, RZ, 0xc0|STL(\.64)? \[[^]]*\], {r}$)"
 _BYTES = re.compile(r"\s*(\w+), (\w+), 0x([0-9a-f]+), (\w+)$")
 
 
 def disassembler() -> Path:
-    """Return the path of Triton's disassembler; some installations lack it."""
+    """Return the path of Triton's disassembler, which some installations lack."""
     import triton
 
     return Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "nvdisasm"
@@ -40,14 +40,14 @@ def compiled_kernels(package: str) -> Iterator[tuple[str, Any]]:
 
     for name in [name for name in sys.modules if f"{name}.".startswith(f"{package}.")]:
         for kernel in vars(sys.modules[name]).values():
-            # a kernel, or a launcher with the kernel in `fn`
+            # the variable holds a kernel, or an object that launches the kernel in its attribute `fn`
             kernel = next((x for x in (kernel, getattr(kernel, "fn", None)) if isinstance(x, JITFunction)), None)
             if kernel is not None and kernel.fn.__module__ == name:
                 yield from ((kernel.fn.__name__, x) for x in kernels_of(kernel) if hasattr(x, "asm"))
 
 
 def unwritten_reads(kernel: Any) -> list[str]:
-    """Return the instructions of a compiled CUDA kernel that read a register that no earlier one can have written."""
+    """Return the instructions of a compiled CUDA kernel that read a register that none before them can have written."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(kernel.asm["cubin"])
         file.flush()
@@ -56,7 +56,10 @@ def unwritten_reads(kernel: Any) -> list[str]:
 
 
 def unwritten_reads_of(text: str) -> list[str]:
-    """Return such instructions of disassembled code of Hopper or older, `address instruction`, along any path."""
+    """Return, as "address instruction", those that read a register that no path to them has written.
+
+    `text` is nvdisasm's listing of code for Hopper or an older GPU.
+    """
     labels, code = {}, []
     for line in text.splitlines():
         if found := re.match(r"\s*(\.L_x_\d+):", line):
@@ -64,7 +67,7 @@ def unwritten_reads_of(text: str) -> list[str]:
         elif found := _INSTRUCTION.search(line):
             code.append(found.groups())
     reads, writes = zip(*(_registers(op, rest) for _, _, op, rest in code), strict=True)
-    # registers that some path to an instruction has written; the stack pointer is set at entry
+    # for each instruction, registers that some path to it has written; R1, the stack pointer, is set at entry
     before: list[set[str] | None] = [{"R1"}, *[None] * (len(code) - 1)]
     waiting = [0]
     while waiting:
@@ -84,11 +87,11 @@ def unwritten_reads_of(text: str) -> list[str]:
 
 
 def _keeps_bytes(op: str, rest: str, register: str) -> bool:
-    """True if an instruction adds other bytes to a register and leaves the register's own bytes where they are."""
+    """True if an instruction replaces bytes of a register by another's and moves none of the register's own bytes."""
     if op != "PRMT" or (operands := _BYTES.match(rest.replace(".reuse", ""))) is None:
         return False
     result, low, chosen, high = operands.groups()
-    # the k-th digit selects one of the eight bytes of both sources as the result's k-th byte
+    # hexadecimal digit k selects byte k of the result from the eight bytes of both sources
     sources = [divmod(int(chosen, 16) >> 4 * k & 7, 4) for k in range(4)]
     kept = all((low, high)[source] != register or byte == k for k, (source, byte) in enumerate(sources))
     return result == register and kept
@@ -102,7 +105,7 @@ def _found(pattern: str | re.Pattern, text: str) -> re.Match:
 
 
 def _next(i: int, code: list[tuple], labels: dict[str, int]) -> list[int]:
-    """Return the addresses of the instructions that may follow."""
+    """Return the indices of the instructions that may follow instruction i."""
     _, predicate, op, rest = code[i]
     then = [labels[_found(_LABEL, rest)[0]]] if op.startswith("BRA") else []
     conditional = predicate is not None or (op.startswith("BRA") and re.search(r"\bU?P\d", rest))
@@ -111,7 +114,7 @@ def _next(i: int, code: list[tuple], labels: dict[str, int]) -> list[int]:
 
 
 def _registers(op: str, rest: str) -> tuple[set[str], set[str]]:
-    """Return the registers that an instruction reads and writes; a wide source counts as its first register."""
+    """Return the sets of registers that an instruction reads and writes; of a wide source, only the first register."""
     if op.startswith("HGMMA"):
         return _wgmma_registers(op, rest)
     names = ["".join(x) for x in _REGISTER.findall(rest)]
@@ -124,9 +127,9 @@ def _registers(op: str, rest: str) -> tuple[set[str], set[str]]:
 
 
 def _wgmma_registers(op: str, rest: str) -> tuple[set[str], set[str]]:
-    """Return the same for a WGMMA: its accumulator, a register operand, and descriptors of smem tiles."""
+    """Return these sets for a WGMMA, which reads its accumulator, a left operand in registers, and tile descriptors."""
     if re.match(r"\s*RZ, gdesc\[URZ\], RZ", rest):
-        # without an operand it only commits a group
+        # an HGMMA without operands only commits a group
         return set(), set()
     columns = int(_found(r"64x(\d+)x", op)[1])
     result, left = _found(r"^\s*R(\d+), (?:R(\d+)|gdesc)", rest).groups()

@@ -41,7 +41,7 @@ class TestGatedLinearAttention(OpContract):
     }
     lengths = (1, 15, 16, 17, 37)
     parts: ClassVar = {"of a sequence": dict(T=37)}
-    # more chunks than `CHUNK`, so that the scan recurses; boundaries inside chunks and at their ends
+    # 600 tokens are more chunks than `CHUNK`, so that the scan recurses; boundaries lie inside chunks and at their ends
     packed: ClassVar = {
         "with states": dict(N=5, boundaries=[0, 20, 20, 21, 37, 37]),
         "weak gates": dict(gate=0.1, boundaries=[0, 3, 3, 32, 33, 50, 500, 600, 600]),

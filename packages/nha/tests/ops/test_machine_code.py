@@ -56,7 +56,7 @@ def test_results_of_every_kind_of_instruction_count_as_written(instructions):
 
 
 def test_every_path_counts():
-    """A register written on one of two paths counts as written after both; one written after a loop does not inside."""
+    """A register that one of two paths writes is written where they meet; one written after a loop is not inside it."""
     loop = listing(
         "MOV R2, RZ",
         ".L_x_0:",

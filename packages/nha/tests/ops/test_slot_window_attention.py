@@ -25,7 +25,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 def inputs(
     B=2, T=50, HQ=2, H=1, K=8, V=6, M=5, own_keys=False, dtype=torch.float64, device="cpu", gates="mixed", seed=0
 ):
-    """Random arguments by name. Gates: "weak" near 1, "mixed" from 0.01 to 1, "hard" some exp(−10⁴) and some 1."""
+    """Return random arguments by name. Gates: "weak" near 1, "mixed" mostly above 0.01, "hard" weak, some 0 or 1."""
     generator = torch.Generator(device).manual_seed(seed)
     randn = partial(torch.randn, generator=generator, device=device, dtype=torch.float64)
     f = torch.nn.functional.logsigmoid(2 * randn(B, T, H, M))
@@ -86,7 +86,7 @@ def token(x, t):
 
 
 def carried(N, H, K, V, M, W, own_keys=False, dtype=torch.float64, device="cpu"):
-    """A state with random slots and rings that are partly empty, just full, and wrapped."""
+    """Return a state's random tensors by name, and its lengths: rings are half full, just full, wrapped and empty."""
     generator = torch.Generator(device).manual_seed(1)
     randn = partial(torch.randn, generator=generator, device=device, dtype=torch.float64)
     wide = torch.promote_types(dtype, torch.float32)
@@ -100,7 +100,7 @@ def carried(N, H, K, V, M, W, own_keys=False, dtype=torch.float64, device="cpu")
 
 
 def gate_rounding(f):
-    """Error of rounding exponents: a chunk of 16 tokens in float32 cumulates its log2 gates, each at least −28."""
+    """Return the error of a gate if the sum of a chunk's 16 log2 gates, each at least −28, is rounded to float32."""
     log2 = (f.double() / math.log(2)).clamp(min=-28)
     return 2**-24 * math.log(2) * log2.unfold(1, min(16, f.shape[1]), 1).sum(-1).abs().max().item()
 
@@ -187,7 +187,7 @@ class TestSlotWindowAttention(OpContract):
     laid: ClassVar = {"carried": KERNELS | dict(T=3, own_keys=True, window=3, ring=3)}
     on_gpu: ClassVar = {f"{M} slots": dict(T=150, HQ=4, H=2, K=64, V=64, M=M, window=40) for M in (32, 64)}
     traced: ClassVar = KERNELS | dict(window=3)
-    # a window of all tokens runs core's attention, another graph
+    # more tokens than the window: a window of all tokens runs core's attention, which is another graph
     traced_lengths = (5, 9)
     replayed: ClassVar = KERNELS | dict(T=7, window=3)
     valid: ClassVar = dict(T=8, window=3)
@@ -308,7 +308,7 @@ def test_the_chunkwise_reference_equals_the_loop(window, before, own_keys):
 
 
 def test_a_full_window_equals_attention_with_zero_keys_before_it():
-    """Values and gradients; a window one shorter differs, so the test can fail."""
+    """Compare values and gradients; check that a window shorter by one token differs."""
     x = inputs(T=20, K=8, V=8)
 
     def prefixed(q, k, v, f):
@@ -391,7 +391,7 @@ def test_a_normalizer_that_is_not_positive_and_finite_is_refused():
 
 
 def test_a_state_continues_with_another_window():
-    """With a smaller window the surplus tokens enter the slots; with a larger one tokens in the slots stay there."""
+    """If the next window is smaller, the surplus tokens enter the slots; if larger, tokens in the slots stay there."""
     x = inputs(T=40)
     _, state = slot_window_attention(**tokens(x, 0, 30), window=20)
     narrow, _ = slot_window_attention(**tokens(x, 30, 40), window=3, initial_state=state)

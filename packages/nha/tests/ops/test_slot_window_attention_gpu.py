@@ -65,17 +65,18 @@ def run(window, impl, cu_seqlens=None, length=None, **x):
     o, state = slot_window_attention(**x, window=window, initial_state=state, cu_seqlens=cu_seqlens, impl=impl)
     if state.slots_k.requires_grad:
         return Results(o=o, slots_k=state.slots_k, slots_v=state.slots_v, ring_v=state.v)
-    # nothing enters the slots of a window as wide as the sequence
+    # no token has entered the slots, because the window is as wide as the sequence
     return Results(o=o, ring_v=state.v, ring_f=state.f)
 
 
 def check(x, window, dtype, **options):
-    """Errors are at most twice those of the eager form with GEMM operands rounded to the kernels' dtype."""
+    """Check that errors are at most twice those of the eager form with GEMM operands rounded to the kernels' dtype."""
     got, upstream = values_and_gradients(partial(run, window, None, **options), x)
     eager = partial(run, window, "reference", **options)
     exact, _ = values_and_gradients(eager, x, upstream, dtype=torch.float64)
     if dtype == torch.float32:
         rounded, _ = values_and_gradients(eager, x, upstream)
+        # a sum of 16 log2 gates, each at least −28, is rounded once
         floor = 2**-24 * 28 * 16 * 0.7
     else:
         with RoundedProducts(dtype):
@@ -122,7 +123,7 @@ def test_a_full_window_agrees_with_float64():
 @pytest.mark.timeout(600)
 @pytest.mark.skipif(not disassembler().exists(), reason="Triton came without its disassembler")
 def test_no_kernel_reads_an_unwritten_register():
-    """Check the kernels of these calls and of all earlier ones: ptxas 12.8 can omit writes without wrong results."""
+    """Search kernels of these calls and of all earlier ones: ptxas 12.8 can omit writes, yet results may be right."""
     for M in (32, 64, 128):
         for own_keys, group, window in ((False, 1, 32), (False, 2, 32), (True, 1, 100), (True, 2, 0)):
             x = inputs(1, 300, group, 1, 128, 128, M, own_keys, "mixed", torch.bfloat16)
@@ -152,7 +153,7 @@ def test_the_second_half_of_131072_tokens_continues_the_first():
 
 
 def test_tensors_past_two_to_the_31_elements():
-    """The last head of the last row, beyond 32-bit offsets, equals the same head alone."""
+    """The last head of the last row, whose offsets exceed 32 bits, equals the same head alone."""
     B, T, H = 5, 131072, 32
     generator = torch.Generator("cuda").manual_seed(0)
     q, k, v = (torch.randn(B, T, H, 128, generator=generator, device="cuda", dtype=torch.bfloat16) for _ in range(3))
@@ -208,7 +209,7 @@ def test_steps_run_on_the_device_of_their_tensors():
     for device in ("cuda:0", "cuda:1"):
         state = SlotWindowState.zeros(3, 2, 32, 128, 128, 4, dtype=torch.bfloat16, device=device)
         tokens = [{name: value[:, t].to(device) for name, value in x.items()} for t in range(8)]
-        # a kernel on the first device would not be ordered before the second device's
+        # delay the current device, cuda:0: a step that wrongly ran there would finish after the second device's work
         torch.cuda._sleep(500_000_000)
         o = [slot_window_attention_step(**token, state=state) for token in tokens]
         outputs[device] = torch.stack(o).cpu()

@@ -38,7 +38,7 @@ def kernels():
 
 @pytest.fixture
 def on_hopper(kernels, monkeypatch, override):
-    """Run these kernels for `impl="gluon"`, with the tile sizes of 16-bit inputs; return the names of kernels run."""
+    """Emulate the kernels for `impl="gluon"`, with the tile sizes of 16-bit inputs; return the names of those run."""
     ran = set()
 
     class Counted:
@@ -127,7 +127,7 @@ def test_packed_sequences_with_carried_windows(carried, own_keys, on_hopper):
 
 
 def test_triton_gradients_follow_gluon_outputs_if_the_gluon_backward_fails_to_compile(on_hopper, monkeypatch):
-    """The saved activations are the same for both backward passes."""
+    """Triton's backward pass reads the activations that the Gluon forward pass has saved."""
 
     class Fails:
         def __getitem__(self, grid):
