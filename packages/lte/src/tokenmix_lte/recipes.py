@@ -85,8 +85,8 @@ def _with_nsa(recipe: Recipe, name: str, description: str, options: dict[str, An
     )
 
 
-# LTE options of the recall models, by size: a layer sees at most window + cap tokens, fewer than the key-value pairs
-# have, which fill the first half of a row
+# LTE options of the recall models, by size: a query sees at most window + cap tokens, fewer than the key-value pairs
+# occupy: the first half of a row
 _RECALL = {
     "small": {"num_heads": 2, "window": 64, "cap": 128, "sinks": 4},
     "100m": {"num_heads": 6, "window": 128, "cap": 256, "sinks": 4},
@@ -131,7 +131,7 @@ def recall_recipe(kind: str, size: str) -> Recipe:
 
 
 def recall_nsa(size: str, *, pure: bool = False) -> Recipe:
-    """Return the recall recipe of laNSA or pure NSA; a query sees as many tokens as in LTE's window and cap."""
+    """Return the recall recipe of laNSA or pure NSA, whose queries see as many tokens as LTE's: window + cap."""
     kind = NSA if pure else "lansa"
     description = f"multi-query associative recall, {kind}, {size}; minutes on one GPU"
     recipe = _with_nsa(recall_recipe("lalte", size), f"recall-{kind}-{size}", description, _RECALL_NSA[size])

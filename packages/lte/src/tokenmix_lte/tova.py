@@ -29,7 +29,7 @@ _BLOCK = 64
 
 
 class Held(NamedTuple):
-    """Keys and values `[N, held, H, K]` of the held tokens, and the number of filled slots `[N]`."""
+    """Keys and values `[N, held, H, K]` of the held tokens, and the number `[N]` of them that exist so far."""
 
     keys: Tensor
     values: Tensor

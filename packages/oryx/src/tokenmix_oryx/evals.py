@@ -200,7 +200,7 @@ def _count(tokenizer: Any, string: str) -> int:
 def _by_mode(
     suite: str, model: Any, schedules: Mapping[str, tuple[Any, ...]], run: Callable[[], SuiteResult]
 ) -> SuiteResult:
-    """Run a suite for each schedule, and join all rows and curves; `schedules` has arguments of `model.modes`."""
+    """Run a suite for each schedule, and join all rows and curves; a schedule is the arguments of `model.modes`."""
     results: dict[str, SuiteResult] = {}
     parts = Parts()
     for name, schedule in schedules.items():

@@ -88,7 +88,7 @@ def locate_streams(
 
 @gluon.jit
 def exists(streams, o_t):
-    """Return the mask of the streams in which a token o_t after the first own token exists."""
+    """Return the mask of the streams in which token o_t exists, counted from each stream's first own token."""
     return (o_t >= streams.start) & (o_t < streams.end)
 
 

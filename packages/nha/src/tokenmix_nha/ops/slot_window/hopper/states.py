@@ -35,7 +35,7 @@ _Tokens = namedtuple("_Tokens", "k v f")
 
 @gluon.constexpr_function
 def _warpgroup_layout(rows, columns):
-    """Return the WGMMA accumulator layout of two warpgroups: each has 64 of 128 rows, or half of 64 rows."""
+    """Return the WGMMA accumulator layout of two warpgroups: each has 64 of 128 rows, or half of the columns."""
     return gl.NVMMADistributedLayout([3, 0], [rows // 16, 128 // rows], [16, columns * rows // 128, 16])
 
 
