@@ -1,4 +1,4 @@
-"""An emulator of CUDA graphs for any device: it records the operations of a function, and replays them.
+"""An emulator of CUDA graphs for any device: it captures the operations of a function, and replays them.
 
 Like a CUDA graph, a capture fixes all Python values, reads and writes the tensors that existed at capture, and must not
 wait for the device (unless `eager`, for eager forms of operations that read values). Unlike a graph, it has no streams
