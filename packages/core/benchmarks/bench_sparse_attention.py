@@ -61,7 +61,7 @@ TILES = [
     tuning.AttentionTile(128, 64, 8, 1, 128),
     tuning.AttentionTile(128, 64, 4, 1, 255),
 ]
-# other numbers of retained keys, numbers that differ between heads or queries, other heads
+# other counts of retained keys, counts that differ between heads or queries, other heads
 SWEEP = [
     *(Case(8, 4096, kept=kept) for kept in (64, 256, 1024, 2048)),
     *(Case(1, 32768, kept=kept) for kept in (128, 2048, 16384)),

@@ -209,7 +209,7 @@ def test_heads_retain_different_tokens():
 @torch.no_grad()
 @pytest.mark.parametrize("options", [{}, {"types": "alternate"}, {"own_chunk": "softmax"}])
 def test_requested_pages_are_those_in_use(options, monkeypatch):
-    # the host reads the numbers of pages in every call
+    # the host reads the counts of pages in every call
     monkeypatch.setattr(decoding, "BLOCK", 0)
     model, ids = build(**options), drawn_ids(random.Random(0), 2, 720)
     whole = model(ids, use_cache=False).logits
@@ -226,7 +226,7 @@ def test_requested_pages_are_those_in_use(options, monkeypatch):
 def test_prompt_operations_do_not_depend_on_length_and_synchronise_once(monkeypatch):
     layer = LAYER(head_dim=64).eval()
     asked = []
-    # replace the two operations that have kernels, and the numbers of pages that the host reads from the device
+    # replace the two operations that have kernels, and the counts of pages that the host reads from the device
     monkeypatch.setattr(decoding, "kept_attention", lambda q, k, v, *_, **options: AttentionOutput(v, v[..., 0]))
     monkeypatch.setattr(layer, "delta_rule", lambda tokens, *_: (tokens.softmax_v, torch.zeros(1, 2, 64, 128)))
     monkeypatch.setattr(decoding, "Asked", lambda x: asked.append(x) or SimpleNamespace(read=lambda: 64 * 40))

@@ -12,7 +12,7 @@ from tokenmix_nats_l.mixer import NatsL
 
 OPTIONS = {"num_heads": 2, "head_dim": 16, "num_softmax_heads": 4}
 LENGTH = 320
-# by slot: numbers of tokens of the calls that compute its prompt
+# by slot: counts of tokens of the calls that compute its prompt
 PROMPTS = {4: (1,), 2: (63, 64, 90), 5: (150,)}
 
 

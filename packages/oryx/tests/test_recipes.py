@@ -138,7 +138,7 @@ def test_ablations_start_from_their_tables_base():
         assert _layer(RECIPES[f"tg-380m-{name}"]().model_config()).rope_both
 
 
-# numbers of all parameters; "shared-query" lacks one query projection per layer, but one mode uses as many parameters
+# counts of all parameters; "shared-query" lacks one query projection per layer, but one mode uses as many parameters
 COUNTS = {
     "tm-380m-sequence": 405_826_112,
     "tm-380m-chunk": 405_826_112,

@@ -227,7 +227,7 @@ def _split_work(
 ):  # fmt: skip
     """One program splits all tiles of keys into work tiles, each of at most max(LEAST, total / `programs`) query tiles.
 
-    The total is the sum of the numbers of query tiles that see each tile of keys.
+    The total is the sum of the counts of query tiles that see each tile of keys.
     """
     work = tl.zeros([], tl.int64)
     for i in range(0, tiles, BT):
