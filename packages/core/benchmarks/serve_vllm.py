@@ -26,6 +26,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
@@ -301,6 +302,12 @@ def main() -> None:
     parser.add_argument("--wait", type=Path, help="folder in which a timed run waits for its turn")
     parser.add_argument("--embedded-path", help="PYTHONPATH entry with a transformers for `embedded` only")
     args = parser.parse_args()
+    if not any(
+        x.value == "tokenmix_core.integrations.vllm:register" for x in entry_points(group="vllm.general_plugins")
+    ):
+        parser.error(
+            "vLLM does not find the plug-in: install the packages, because PYTHONPATH alone has no entry points"
+        )
     if args.quick:
         quick(args)
     elif len(args.what) == 2 and args.what[0] == "check" and args.what[1] in MODELS:
