@@ -57,7 +57,7 @@ class Retention(NamedTuple):
         return 0 if self.scorer is None else self.score_every + sum(self.context)
 
     def scores_at(self, span: Span) -> bool:
-        """Return True if the scorer runs in the decoding step with the token layout `span`, on the newest tokens."""
+        """Return True if the scorer runs on the newest tokens in the decoding step with the token layout `span`."""
         return self.scorer is not None and span.count > 0 and span.count % self.score_every == 0
 
     def logits(

@@ -155,7 +155,7 @@ def type_statistics(
 
 
 def _packed_slots(T: int, size: int, cu_seqlens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return, for a packed batch, the slots of the chunks, of each sequence's first chunk, and each slot's sequence."""
+    """Return for a packed batch all slots, the slot of each sequence's first chunk, and the sequence of each slot."""
     slots = torch.arange(chunk_slots(1, T, size, cu_seqlens), device=cu_seqlens.device)
     firsts = cu_seqlens[:-1] // size + torch.arange(len(cu_seqlens) - 1, device=cu_seqlens.device)
     return slots, firsts, torch.searchsorted(firsts, slots, right=True) - 1

@@ -142,7 +142,10 @@ class NhaMixer(Mixer):
 
     @property
     def splits_sequences(self) -> bool:  # type: ignore[override]
-        """True if sequences can be split over ranks: for the paper's layer, but not for its ablations."""
+        """True if sequences can be split over ranks.
+
+        This needs a joint softmax or a full window, positions that are not learned, and `shares` to be None.
+        """
         return (self.joined or self.window == FULL) and self.positions != "learned" and self.shares is None
 
     @property

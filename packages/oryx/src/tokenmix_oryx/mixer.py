@@ -232,7 +232,7 @@ class OryxMixer(Mixer):
             if o is None:
                 o = linear
             elif mode.attention is not None:
-                # attention's outputs are 0 for tokens in linear mode, and get no gradient from them
+                # attention's outputs are 0 for tokens in linear mode, and its backward pass ignores their gradients
                 o = o + linear.masked_fill(mode.attention[..., None, None], 0.0)
         assert o is not None, "every mode has at least one mixer"
         return output_linear(self.norm(o.flatten(-2), gate), self.o_proj), None

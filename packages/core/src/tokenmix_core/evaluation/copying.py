@@ -70,7 +70,7 @@ def copy_losses(
 
 
 def copy_needs(options: EvalOptions) -> int:
-    """Return the minimum number of text tokens with which the suite can run: two windows of its length."""
+    """Return the minimum number of text tokens with which the suite can run: two windows of 2 · (length − passage)."""
     length = one_sequence(DEFAULT_LENGTH)(options)
     return 4 * (length - copy_distances(length)[0])
 

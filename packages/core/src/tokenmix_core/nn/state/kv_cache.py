@@ -199,9 +199,10 @@ class KVState(StatePart):
             self._stored = _grow(keys, k, span.sequences, slots), _grow(values, v, span.sequences, slots)
 
     def _padded(self, needed: int) -> int:
-        """Return how many slots to allocate for `needed` tokens, a multiple of 64 or the announced length.
+        """Return how many slots to allocate for `needed` tokens.
 
-        That is 1.5 times `needed`, but at most the announced length; at a first write without one, it is `needed`.
+        That is 1.5 times `needed`, rounded up to a multiple of 64, but no more than the announced length. If no length
+        is announced, or `needed` exceeds it, there is no such limit, and a first write gets only `needed`, rounded up.
         """
         known = self._expected >= needed
         slots = needed if self._stored is None and not known else needed + needed // 2

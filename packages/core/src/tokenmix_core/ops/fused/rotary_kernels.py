@@ -38,7 +38,7 @@ def store_halves(p_x, b_a, b_b, m_r, HALF: tl.constexpr, BH: tl.constexpr):
 
 @triton.jit
 def load_angles(cos, sin, o_t, m_r, HALF: tl.constexpr, BH: tl.constexpr):
-    """Load cosines and sines of the tokens `o_t`, `[BM, BH]`."""
+    """Load the cosines and sines, each `[BM, BH]`, of the tokens `o_t [BM]`; `m_r [BM]` is their mask."""
     o_d = tl.arange(0, BH)
     mask = m_r[:, None] & (o_d < HALF)[None, :]
     columns = (o_t * HALF)[:, None] + o_d[None, :]

@@ -41,9 +41,9 @@ def evict_step_reference(k, v, raw, keys, values, lengths, scores, ages, raws, b
 def uniform_ranks(position: Int[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
     """Return 1 + the exponent of the largest power of two that divides a position; +∞ for position 0.
 
-    If tokens are retained by these ranks, and the older of two tokens with equal ranks, a head holds every 2ⁿ-th token.
-    Once no slot is free, each new token at a multiple of 2ⁿ⁺¹ replaces a token that is no such multiple, the newest
-    first.
+    If a full head retains the tokens of the highest ranks, and of equal ranks the oldest, it holds every 2ⁿ-th token,
+    and n grows with the sequence: each new token at a multiple of 2ⁿ⁺¹ replaces the newest held token that is at none,
+    until only multiples of 2ⁿ⁺¹ are left.
     """
     lowest = (position & -position).double()
     return torch.where(position == 0, torch.inf, 1 + lowest.log2()).float()

@@ -78,7 +78,8 @@ def slot_gates_kernel(
 def chunk_gates(launch, x: Inputs, y: Layout, saved: Saved, *, only_strong: bool = False) -> Gates:
     """Return the gates' factors of all chunks and fill `saved.end` and `saved.splits`.
 
-    With `only_strong`, only the factors of strong chunks, in which `saved.splits` is not 0, are computed.
+    With `only_strong`, `saved.splits` is an input, and only the factors of strong chunks, where it is not 0, are
+    computed.
     """
     shape = y.entries * y.rows, y.H, y.BT, y.M
     gates = Gates(*empty(x.q, ((shape, x.q.dtype), (shape, torch.float32), (shape, y.factor))))

@@ -40,7 +40,8 @@ def forward_kernel(
     K: gl.constexpr, V: gl.constexpr, BT: gl.constexpr, BV: gl.constexpr, L2NORM: gl.constexpr, PACKED: gl.constexpr,
     ORDERED: gl.constexpr, PARTS: gl.constexpr,
 ):  # fmt: skip
-    """Compute outputs and final states or, without `o`, residuals and the chunks' entering states with rounding errors.
+    """Compute outputs and final states or, without `o`, residuals, chunks' entering states and `remainders`, their
+    rounding errors.
 
     S is transposed, `[BV, K]`; each warpgroup has half of its columns, and S passes through shared memory. ORDERED:
     programs take segments in the order of `order`. `writes` has one factor per chunk. `slots` and PARTS are as in the

@@ -145,7 +145,7 @@ def _kept_attention_backward_queries(
     s_qt: gl.constexpr, s_kt: gl.constexpr, s_vt: gl.constexpr, s_dt: gl.constexpr,
     K: gl.constexpr, V: gl.constexpr, BT: gl.constexpr, UNIT: gl.constexpr, WINDOW: gl.constexpr, PACKED: gl.constexpr,
 ):  # fmt: skip
-    """Compute dQ and bias columns of one query tile of one head per program."""
+    """Compute dQ and `bias`, the columns of `bias_columns.py` with lse and delta, of one query tile of one head."""
     tile = locate_query_tile(tile_of_queries(tiles, HQ, H), TQ, TK, N, cu_seqlens, BT, PACKED)
     i_b, i_h, i_hk, i_n, i_t, _, start, queries, keys = tile
     if i_t * BT < queries:
