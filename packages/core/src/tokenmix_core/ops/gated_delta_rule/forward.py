@@ -10,7 +10,6 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from tokenmix_core.chunking import num_sequences
 from tokenmix_core.kernels.launch.launcher import cached_launch
@@ -21,8 +20,8 @@ from tokenmix_core.ops.gated_delta_rule import tuning
 from tokenmix_core.ops.gated_delta_rule.constants import CHUNK, SIZES, dot_precision, state_layouts
 from tokenmix_core.ops.gated_delta_rule.plan import Form
 from tokenmix_core.ops.gated_delta_rule.tile_order import longest_first
-from tokenmix_core.ops.gated_delta_rule.types import Inputs, Saved, Terms
-from tokenmix_core.ops.slots import Pool, slot_arguments
+from tokenmix_core.ops.gated_delta_rule.types import Inputs, Saved, Terms, state_arguments
+from tokenmix_core.ops.slots import Pool
 
 # base-2 logarithm below which a decay is negligible
 NEGLIGIBLE = tl.constexpr(-32.0)
@@ -320,20 +319,6 @@ def forward(
         num_warps=launch.num_warps * BV // launch.BV, num_stages=launch.num_stages, maxnreg=launch.maxnreg,
     )  # fmt: skip
     return o, final_state
-
-
-def state_arguments(x: Inputs, final_state: Tensor | None, pool: Pool | None) -> dict[str, Any]:
-    """Return the forward kernels' arguments for initial and final states: the given tensors, or the pool for both."""
-    initial_state = x.initial_state
-    if pool is not None:
-        initial_state = final_state = pool.state
-    parts = parts_of(x.v, pool)
-    return {"initial_state": initial_state, "final_state": final_state, **slot_arguments(pool), "PARTS": parts}
-
-
-def parts_of(v: Tensor, pool: Pool | None) -> int:
-    """Return how many heads of v share a head of the pool's states (`head_split`); 1 without a pool."""
-    return 1 if pool is None else pool.state.shape[3] // v.shape[3]
 
 
 def empty_saved(x: Inputs, remainders: bool) -> Saved:

@@ -17,7 +17,7 @@ from tokenmix_core.kernels.tuning import FLOAT32_DOT
 from tokenmix_core.ops.gated_delta_rule import forward as forward_pass
 from tokenmix_core.ops.gated_delta_rule import tuning
 from tokenmix_core.ops.gated_delta_rule.constants import CHUNK, SIZES, dot_precision
-from tokenmix_core.ops.gated_delta_rule.types import Inputs
+from tokenmix_core.ops.gated_delta_rule.types import Inputs, parts_of
 from tokenmix_core.ops.slots import Pool, slot_arguments
 
 # The forward scan reads the state that enters a segment unless the decay over the segment before is below 2^-32. Each
@@ -290,7 +290,7 @@ def segment_states(
     launch = tuning.scan_tile("segment", K, V, x.k.element_size(), slots * HV)
     BV = min(K, V, launch.BV)
     initial_state, in_pool = (x.initial_state, None) if pool is None else (pool.state, pool.state)
-    slots_and_parts = {**slot_arguments(pool), "PARTS": forward_pass.parts_of(x.v, pool)}
+    slots_and_parts = {**slot_arguments(pool), "PARTS": parts_of(x.v, pool)}
     segment_kernel[(slots * HV * ((K + V) // BV),)](
         k=x.k, v=x.v, inverse=inverse, gates=gates, writes=x.writes, initial_state=initial_state, **slots_and_parts,
         cu_seqlens=x.cu_seqlens, states=states, transitions=transitions, T=T, N=N, H=H, group=HV // H, tokens=B * T,

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from tokenmix_core.ops.buffers import aligned
 from tokenmix_core.ops.gated_delta_rule.constants import CHUNK
+from tokenmix_core.ops.slots import Pool, slot_arguments
 
 
 class Inputs(NamedTuple):
@@ -161,3 +162,17 @@ class StateGradients(NamedTuple):
     ends: Tensor
     dinitial_state: Tensor | None
     of_writes: WriteGradients | None
+
+
+def state_arguments(x: Inputs, final_state: Tensor | None, pool: Pool | None) -> dict[str, Any]:
+    """Return the forward kernels' arguments for initial and final states: the given tensors, or the pool for both."""
+    initial_state = x.initial_state
+    if pool is not None:
+        initial_state = final_state = pool.state
+    parts = parts_of(x.v, pool)
+    return {"initial_state": initial_state, "final_state": final_state, **slot_arguments(pool), "PARTS": parts}
+
+
+def parts_of(v: Tensor, pool: Pool | None) -> int:
+    """Return how many heads of v share a head of the pool's states (`head_split`); 1 without a pool."""
+    return 1 if pool is None else pool.state.shape[3] // v.shape[3]

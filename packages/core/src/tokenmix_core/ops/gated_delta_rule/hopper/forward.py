@@ -29,11 +29,10 @@ from tokenmix_core.kernels.gluon import hopper
 from tokenmix_core.kernels.launch.launcher import cached_launch
 from tokenmix_core.ops.gated_delta_rule import tuning
 from tokenmix_core.ops.gated_delta_rule.constants import CHUNK
-from tokenmix_core.ops.gated_delta_rule.forward import state_arguments
 from tokenmix_core.ops.gated_delta_rule.hopper.forward_types import Barriers, Options, Pipeline, Results, Span, Tiles
 from tokenmix_core.ops.gated_delta_rule.hopper.gates import load_gate, load_last
 from tokenmix_core.ops.gated_delta_rule.hopper.segments import Factors, locate_segment, locate_state, scan_start
-from tokenmix_core.ops.gated_delta_rule.types import Inputs, Saved, Terms
+from tokenmix_core.ops.gated_delta_rule.types import Inputs, Saved, Terms, state_arguments
 from tokenmix_core.ops.slots import Pool
 
 # pipeline stages of a chunk's inputs

@@ -20,10 +20,9 @@ from tokenmix_core.chunking import chunk_slots, num_sequences
 from tokenmix_core.kernels.gluon import hopper
 from tokenmix_core.kernels.launch.launcher import cached_launch
 from tokenmix_core.ops.gated_delta_rule.constants import CHUNK, SIZES
-from tokenmix_core.ops.gated_delta_rule.forward import state_arguments
 from tokenmix_core.ops.gated_delta_rule.hopper.gates import gate_vectors, load_gates, store_gate_vectors, write_factor
 from tokenmix_core.ops.gated_delta_rule.hopper.segments import Factors, locate_segment, locate_state, scan_start
-from tokenmix_core.ops.gated_delta_rule.types import Inputs, Saved, Terms
+from tokenmix_core.ops.gated_delta_rule.types import Inputs, Saved, Terms, state_arguments
 from tokenmix_core.ops.slots import Pool
 
 # columns of V per program: the rows of the transposed state
