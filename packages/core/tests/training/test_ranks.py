@@ -19,7 +19,7 @@ def run(recipes, output_dirs, said, *flags, meanwhile=lambda ranks: None):
     ranks = Processes(2, train_by_command, recipes, output_dirs, said, *flags)
     meanwhile(ranks)
     for child in ranks.children:
-        child.join(40)
+        child.join(120)
     codes = [child.exitcode for child in ranks.children]
     for child in ranks.children:
         if child.is_alive():
