@@ -33,7 +33,7 @@ class Schedule:
         return median(measured) if measured else median(others) if others else self.comparison.size.speed
 
     def minutes(self, run: Run) -> float:
-        """Return the expected minutes of a run on one GPU: training and, if such evaluations were timed, evaluation."""
+        """Return a run's expected minutes on one GPU: training and its task's median evaluation, if any was timed."""
         seconds = recipe_of(run, self.comparison.size).optimizer.total_tokens / self.speed(run)
         if run.seed not in tuning_seeds(self.comparison.size):
             seconds += median(self._evaluations.get(run.task, [0.0]))

@@ -66,7 +66,7 @@ def _begin_packed(
     outputs, start = [], state.start.value
     if total:
         ends = cu_seqlens_from_lengths(wholes)
-        # each complete chunk's index: `at` among the chunks of all tokens, `slots` among complete chunks only
+        # each complete chunk's entry: `at` in tensors for chunks of all tokens, `slots` in those for complete chunks
         at, slots = slot_ids(cu_seqlens, x.shape[1], C)[order[:total:C]], slot_ids(ends, total, C)[::C]
         writes = types.linear.new_ones(1, chunk_slots(1, total, C, ends), layer.num_heads)
         writes = writes.index_copy(1, slots.long(), types.linear[:, at])

@@ -91,7 +91,7 @@ class ShareThreshold(KeepsFloat32):
     def observe(
         self, margin: Float[Tensor, "B slots H"], means: Float[Tensor, "B slots D"], real: Bool[Tensor, "B slots"]
     ) -> None:
-        """Add the score differences minus θ, and the mean inputs, of the chunks that `real` selects to the sums."""
+        """Update `sums` and `inputs` by the chunks that `real` selects: score differences minus θ, and mean inputs."""
         each = torch.stack((torch.ones_like(margin), (margin > 0).to(margin.dtype), margin, margin.square()))
         self.sums += (each * real.unsqueeze(-1)).sum((1, 2))
         self.inputs += (means * real.unsqueeze(-1)).sum((0, 1))

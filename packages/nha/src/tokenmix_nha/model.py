@@ -16,7 +16,7 @@ class NhaModel(HybridModel):
 
 
 class NhaForCausalLM(HybridForCausalLM):
-    """The causal language model; `set_windows` and `using_windows` can change its windows between calls."""
+    """The causal language model; the functions `tokenmix_nha.set_windows` and `using_windows` change its windows."""
 
     config: NhaConfig
     config_class = NhaConfig

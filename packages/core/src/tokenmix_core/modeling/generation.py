@@ -284,9 +284,9 @@ class _Loop:
         return outputs.logits[:, -1].to(input_ids.device)
 
     def _show(self, tokens: list[list[int]], shown: int, stop: int) -> int:
-        """Pass tokens that are new up to length `stop` to the streamer, position by position.
+        """Pass the tokens at positions `shown` to `stop` − 1 to the streamer, if there is one; return the next `shown`.
 
-        Return the number passed so far.
+        `tokens` are each sequence's tokens from position `shown` on, where positions count the prompt.
         """
         if self.streamer is None:
             return shown

@@ -236,8 +236,9 @@ def between_segments(reverse: Reverse, by: Columns | None = None) -> Tensor | No
 def backward_state(reverse: Reverse, of_states: StateGradients, by: Columns | None = None) -> None:
     """Write dv, dS' of every chunk, partial sums of ⟨dS', S⟩ and the initial state's gradient into `of_states`.
 
-    The transition matrices M pass gradients through segments whose decay is not negligible. Without M a scan starts in
-    later segments, at the last chunk whose effect on the segment is not negligible.
+    Each segment has a scan. With transition matrices M (`terms.transitions`) it starts at the segment's end, from the
+    gradient that M has passed back, unless the next segment's decay is negligible; else at the last chunk, of this or a
+    later segment, whose effect on the segment is not negligible.
     """
     V = reverse.x.v.shape[-1]
     by = by or Columns(backward_state_kernel, V, V // 16)
