@@ -169,7 +169,7 @@ class TokenFileWriter:
 
     @_told
     def commit(self, consumed: int, skipped: int = 0) -> None:
-        """Flush the appended documents to disk, with the counts of source rows read so far and of bad ones among them."""
+        """Flush the appended documents to disk, with the counts of source rows read so far and of bad ones."""
         for file in self._files.values():
             file.flush()
             os.fsync(file.fileno())

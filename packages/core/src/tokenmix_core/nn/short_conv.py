@@ -67,8 +67,8 @@ class ShortConv(nn.Module):
     ) -> Float[Tensor, "B T D"]:
         """Return the convolution of x.
 
-        A `state` holds the preceding inputs and is updated. Slots of a pool (`state.slots`) are overwritten in place, and so
-        is any state if `step` (T = 1).
+        A `state` holds the preceding inputs and is updated. Slots of a pool (`state.slots`) are overwritten in place,
+        and so is any state if `step` (T = 1).
         """
         if step and state is not None:
             y = short_conv_step(

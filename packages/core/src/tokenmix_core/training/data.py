@@ -302,7 +302,8 @@ class MixedRows(Dataset):
     """A dataset of `length` rows that mixes several datasets in fixed proportions.
 
     All blocks of 1,000 rows are mixed alike: a dataset has its share of `weights`, rounded, and one random order, drawn
-    from `seed`, serves every block. The rows of each dataset keep their order. `inputs` maps a row's index to further inputs of the model, which are added to the row.
+    from `seed`, serves every block. The rows of each dataset keep their order. `inputs` maps a
+    row's index to further inputs of the model, which are added to the row.
 
     Raises:
         ValueError: a weight that is not positive, or so small that a block would have no row of its dataset.
