@@ -37,7 +37,7 @@ class SlotWindowPart(StatePart):
         return self.value
 
     def empty(self, batch: int, like: Tensor) -> SlotWindowState:
-        """Return the state of `batch` sequences before any token; slots and gates are float32 or wider, others as `like`."""
+        """Return the state of `batch` sequences before any token; slots and gates at least in float32."""
         wide = torch.promote_types(like.dtype, torch.float32)
         return SlotWindowState.zeros(
             batch,
