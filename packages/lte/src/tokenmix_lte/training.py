@@ -62,9 +62,9 @@ class SteerSparsity(AdaptHeadWeights, ExportableState):
         averages = [m.average for m in model.modules() if isinstance(m, HeadWeights)]
         self.from_zero = not any(bool(x.any()) for x in averages)
         if state.global_step > 0:
-            # a resumed run: its checkpoint tells how the averages started
-            saved = (state.stateful_callbacks or {}).get(type(self).__name__, {})
-            self.from_zero = saved.get("attributes", {}).get("from_zero", True)
+            # a resumed run: its checkpoint tells how the averages started, if it is not older than this information
+            saved = state.stateful_callbacks.setdefault(type(self).__name__, self.state() | {"attributes": {}})
+            self.from_zero = saved["attributes"].get("from_zero", True)
 
     def state(self) -> dict[str, Any]:
         """Return what a checkpoint saves of this callback: its arguments, and whether the averages started at 0."""
