@@ -17,8 +17,8 @@ from tokenmix_core.nn.gated_delta_net import GatedDeltaNet
 from tokenmix_core.nn.state import PagedKVState, Pages
 from tokenmix_core.ops import attention_decode
 from tokenmix_core.testing.benchmarking import measure, measure_step
-from tokenmix_nats_l.chunks import ChunkTypes
-from tokenmix_nats_l.mixer import NatsL, Tokens
+from tokenmix_nats_l.chunks import ChunkTypes, Tokens
+from tokenmix_nats_l.mixer import NatsL
 
 WIDTH = 1024
 SHARES = (0.0, 0.25, 0.5)

@@ -16,7 +16,8 @@ from tokenmix_core.testing.closeness import relative_error
 from tokenmix_core.testing.mixers import MixerContract, run_in_parts, run_mixer
 from tokenmix_nats_l.ablations import read_state
 from tokenmix_nats_l.chunks import PATTERNS, chunk_means, learned_types
-from tokenmix_nats_l.mixer import NatsL, Norms
+from tokenmix_nats_l.layer import Norms
+from tokenmix_nats_l.mixer import NatsL
 
 SMALL = partial(NatsL, 32, num_heads=2, head_dim=8, num_softmax_heads=4)
 VARIANTS = {

@@ -6,7 +6,6 @@ import functools
 import warnings
 from collections.abc import Callable
 from itertools import pairwise
-from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -17,16 +16,14 @@ from tokenmix_core.chunking import cdiv, chunk_places, inverse, packed_lengths, 
 from tokenmix_core.nn import moved
 from tokenmix_core.ops import kept_attention, l2_normalise
 from tokenmix_nats_l.chunks import Tokens
-
-if TYPE_CHECKING:
-    from tokenmix_nats_l.mixer import NatsL
+from tokenmix_nats_l.layer import NatsLLayer
 
 # additional key channels in duplicated chunks: 16, so that loads remain vectorised
 _CHANNELS = 16
 
 
 def past_chunk_delta_rule(
-    layer: NatsL, tokens: Tokens, writes: Float[Tensor, "B slots H"], cu_seqlens: Int[Tensor, "N_plus_1"] | None
+    layer: NatsLLayer, tokens: Tokens, writes: Float[Tensor, "B slots H"], cu_seqlens: Int[Tensor, "N_plus_1"] | None
 ) -> Float[Tensor, "B T HA VA"]:
     """Return what each token reads from the state before its chunk, decayed from the chunk's start to the token.
 
@@ -130,7 +127,7 @@ class _Packed(_Chunks):
 
 
 def chunk_by_chunk(
-    layer: NatsL, tokens: Tokens, writes: Float[Tensor, "B slots H"], cu_seqlens: Int[Tensor, "N_plus_1"] | None
+    layer: NatsLLayer, tokens: Tokens, writes: Float[Tensor, "B slots H"], cu_seqlens: Int[Tensor, "N_plus_1"] | None
 ) -> Float[Tensor, "B T HA VA"]:
     """Apply the delta rule chunk by chunk, to all sequences at a time, so that softmax chunks do not decay the state.
 
@@ -160,7 +157,7 @@ def chunk_by_chunk(
     )
 
 
-def read_state(layer: NatsL, tokens: Tokens, state: Tensor, decay: Tensor) -> Float[Tensor, "B T HA VA"]:
+def read_state(layer: NatsLLayer, tokens: Tokens, state: Tensor, decay: Tensor) -> Float[Tensor, "B T HA VA"]:
     """Return the queries' outputs from the state before their chunk, decayed by `decay` and then up to each token."""
     fit = layer.fit
     q = l2_normalise(fit.keys(tokens.q).to(state.dtype)).repeat_interleave(fit.parts, 2)
@@ -170,7 +167,7 @@ def read_state(layer: NatsL, tokens: Tokens, state: Tensor, decay: Tensor) -> Fl
 
 
 def past_chunk_attention(
-    layer: NatsL, tokens: Tokens, keep: Float[Tensor, "B slots H"], cu_seqlens: Int[Tensor, "N_plus_1"] | None
+    layer: NatsLLayer, tokens: Tokens, keep: Float[Tensor, "B slots H"], cu_seqlens: Int[Tensor, "N_plus_1"] | None
 ) -> Float[Tensor, "B T HA VA"]:
     """Attend only to softmax chunks before the token's own chunk; the output is 0 if there are none."""
     doubling = _doubled(tokens.q.shape[1], layer.chunk, cu_seqlens)
@@ -178,7 +175,7 @@ def past_chunk_attention(
 
 
 def past_chunk_attention_of_last(
-    layer: NatsL,
+    layer: NatsLLayer,
     q: Float[Tensor, "B TQ HA K"],
     k: Float[Tensor, "B TK HA K"],
     v: Float[Tensor, "B TK HA V"],
@@ -193,7 +190,13 @@ def past_chunk_attention_of_last(
 
 
 def _past_chunk_softmax(
-    layer: NatsL, q: Tensor, k: Tensor, v: Tensor, keep: Tensor, queries: _InRows | _Packed, keys: _InRows | _Packed
+    layer: NatsLLayer,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    keep: Tensor,
+    queries: _InRows | _Packed,
+    keys: _InRows | _Packed,
 ) -> Float[Tensor, "B TQ HA V"]:
     """Attend from each query to the retained chunks before the query's own chunk.
 

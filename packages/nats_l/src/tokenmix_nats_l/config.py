@@ -11,7 +11,8 @@ register_mixer("nats_l", NatsL)
 class NatsLConfig(HybridConfig):
     """A `HybridConfig` whose layers are "nats_l" by default.
 
-    `mixer_options["nats_l"]` has the options of the layers, which `NatsL` documents. Layers may also have other mixers.
+    `mixer_options["nats_l"]` has the options of the layers, as `NatsLLayer` documents them. Layers may also have other
+    mixers.
     """
 
     model_type = "tokenmix_nats_l"

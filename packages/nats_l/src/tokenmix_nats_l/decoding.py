@@ -8,8 +8,6 @@ a softmax chunk are retained, and the running state becomes the state of the chu
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 
@@ -25,16 +23,16 @@ from tokenmix_core.ops import (
 )
 from tokenmix_nats_l.ablations import past_chunk_attention_of_last, read_state
 from tokenmix_nats_l.chunks import ChunkTypes, Tokens, chunk_means
-
-if TYPE_CHECKING:
-    from tokenmix_nats_l.mixer import NatsL
+from tokenmix_nats_l.layer import NatsLLayer
 
 # maximum number of chunks of a call for which lists grow by an upper bound, without the host reading their lengths;
 # also the number of chunks of each row that `packed.py` retains at once
 BLOCK = 32
 
 
-def step(layer: NatsL, x: Tensor, tokens: Tokens, state: LayerState, rotary: Rotation | None) -> tuple[Tensor, Tensor]:
+def step(
+    layer: NatsLLayer, x: Tensor, tokens: Tokens, state: LayerState, rotary: Rotation | None
+) -> tuple[Tensor, Tensor]:
     """Compute one token of each sequence and overwrite the state; return both operations' outputs `[N, 1, HA, VA]`.
 
     The q and k of the softmax heads come directly from the convolutions: one launch normalises and rotates them, and
@@ -79,7 +77,7 @@ def step(layer: NatsL, x: Tensor, tokens: Tokens, state: LayerState, rotary: Rot
 
 
 def extend_uniform(
-    layer: NatsL,
+    layer: NatsLLayer,
     x: Tensor,
     tokens: Tokens,
     state: LayerState,
@@ -90,7 +88,7 @@ def extend_uniform(
     """Extend rows whose open (incomplete) chunks have `fill` tokens; return both operations' outputs `[N, T, HA, VA]`.
 
     `index` is the index of the open chunk in its sequence: one for all rows, or `[N, 1]`. `among` is the same as for
-    `NatsL.types_from`.
+    `NatsLLayer.types_from`.
     """
     C, T = layer.chunk, x.shape[1]
     types = _types(layer, _means(layer, state, x, fill), index, among)
@@ -128,7 +126,7 @@ def extend_uniform(
     return _joined(outputs), softmax
 
 
-def _append(layer: NatsL, x: Tensor, tokens: Tokens, state: LayerState, here: slice, fill: int) -> Tensor:
+def _append(layer: NatsLLayer, x: Tensor, tokens: Tokens, state: LayerState, here: slice, fill: int) -> Tensor:
     """Append tokens to the open (incomplete) chunk, which has `fill` tokens; return the delta rule's outputs."""
     prepare(state, x, len(x))
     new = type(tokens)(*(y[:, here] for y in tokens))
@@ -144,7 +142,7 @@ def _append(layer: NatsL, x: Tensor, tokens: Tokens, state: LayerState, here: sl
     return o
 
 
-def attend(layer: NatsL, tokens: Tokens, types: ChunkTypes, state: LayerState, fill: int) -> Tensor:
+def attend(layer: NatsLLayer, tokens: Tokens, types: ChunkTypes, state: LayerState, fill: int) -> Tensor:
     """Return attention from the new tokens to retained chunks, to the open (incomplete) chunk, and to each other."""
     C, kept = layer.chunk, state.kept
     keys, values, marks = [tokens.softmax_k], [tokens.softmax_v], [types.softmax]
@@ -166,7 +164,7 @@ def attend(layer: NatsL, tokens: Tokens, types: ChunkTypes, state: LayerState, f
     return kept_attention(tokens.softmax_q, k, v, keep, unit=C, impl=layer.impl).o
 
 
-def _means(layer: NatsL, state: LayerState, x: Tensor, fill: int) -> Tensor:
+def _means(layer: NatsLLayer, state: LayerState, x: Tensor, fill: int) -> Tensor:
     """Return the mean inputs of the open chunk, whose first `fill` tokens are already summed, and of later chunks."""
     head = min(layer.chunk - fill, x.shape[1]) if fill else 0
     means = []
@@ -178,7 +176,7 @@ def _means(layer: NatsL, state: LayerState, x: Tensor, fill: int) -> Tensor:
     return _joined(means)
 
 
-def _types(layer: NatsL, means: Tensor, first: int | Tensor, among: tuple[Tensor, int] | None) -> ChunkTypes:
+def _types(layer: NatsLLayer, means: Tensor, first: int | Tensor, among: tuple[Tensor, int] | None) -> ChunkTypes:
     """Return the types of chunks with the given mean inputs; `first` is the index of each row's first chunk."""
 
     def indices() -> Tensor:
@@ -187,7 +185,7 @@ def _types(layer: NatsL, means: Tensor, first: int | Tensor, among: tuple[Tensor
     return layer.types_from(means, indices, among)
 
 
-def _pages(layer: NatsL, state: LayerState, types: ChunkTypes, ending: int) -> tuple[Asked, Asked] | None:
+def _pages(layer: NatsLLayer, state: LayerState, types: ChunkTypes, ending: int) -> tuple[Asked, Asked] | None:
     """Start to copy the page counts after `ending` chunks to the host; None if an upper bound is known to suffice."""
     if ending <= BLOCK:
         return None
@@ -198,7 +196,7 @@ def _pages(layer: NatsL, state: LayerState, types: ChunkTypes, ending: int) -> t
 
 
 def retain(
-    layer: NatsL,
+    layer: NatsLLayer,
     state: LayerState,
     k: Tensor,
     v: Tensor,
@@ -218,7 +216,7 @@ def _joined(parts: list[Tensor]) -> Tensor:
 
 
 def _close(
-    layer: NatsL,
+    layer: NatsLLayer,
     state: LayerState,
     softmax: Tensor,
     rows: Tensor | None = None,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from functools import partial
 from itertools import pairwise
-from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -15,12 +14,10 @@ from tokenmix_core.nn import LayerState, StatePart, at_least_float32
 from tokenmix_nats_l.ablations import past_chunk_attention
 from tokenmix_nats_l.chunks import Tokens
 from tokenmix_nats_l.decoding import BLOCK, TENSORS, attend, create_lists, extend_uniform, prepare, retain
-
-if TYPE_CHECKING:
-    from tokenmix_nats_l.mixer import NatsL
+from tokenmix_nats_l.layer import NatsLLayer
 
 
-def extend(layer: NatsL, x: Tensor, tokens: Tokens, state: LayerState) -> tuple[Tensor, Tensor]:
+def extend(layer: NatsLLayer, x: Tensor, tokens: Tokens, state: LayerState) -> tuple[Tensor, Tensor]:
     """Compute several tokens of each sequence and update the state; return both outputs `[B, T, HA, VA]`.
 
     The tokens have the layout of `state.span`: dense, or packed without padding.
@@ -42,7 +39,7 @@ def extend(layer: NatsL, x: Tensor, tokens: Tokens, state: LayerState) -> tuple[
 
 
 def _begin_packed(
-    layer: NatsL, x: Tensor, tokens: Tokens, state: LayerState, boundaries: list[int]
+    layer: NatsLLayer, x: Tensor, tokens: Tokens, state: LayerState, boundaries: list[int]
 ) -> tuple[Tensor, Tensor]:
     """Compute packed sequences that begin with an empty state, such as padded prompts.
 
@@ -99,7 +96,7 @@ def _begin_packed(
 
 
 def _continue_packed(
-    layer: NatsL, x: Tensor, tokens: Tokens, state: LayerState, boundaries: list[int], before: list[int]
+    layer: NatsLLayer, x: Tensor, tokens: Tokens, state: LayerState, boundaries: list[int], before: list[int]
 ) -> tuple[Tensor, Tensor]:
     """Extend packed sequences with open chunks of different lengths.
 
@@ -173,7 +170,7 @@ def _continue_packed(
 
 
 def _extend_in_groups(
-    layer: NatsL, x: Tensor, tokens: Tokens, state: LayerState, boundaries: list[int], before: list[int]
+    layer: NatsLLayer, x: Tensor, tokens: Tokens, state: LayerState, boundaries: list[int], before: list[int]
 ) -> tuple[Tensor, Tensor]:
     """Extend packed sequences in groups with equal length of the open chunk and equal number of new tokens."""
     groups: dict[tuple[int, int], list[int]] = {}
@@ -203,7 +200,7 @@ def _extend_in_groups(
     return linear, softmax
 
 
-def _rows(layer: NatsL, state: LayerState, members: list[int], rows: Tensor) -> LayerState:
+def _rows(layer: NatsLLayer, state: LayerState, members: list[int], rows: Tensor) -> LayerState:
     """Return a new state with copies of the rows `members` of all tensors."""
     apart = layer.make_state()
     for name in TENSORS:
