@@ -24,11 +24,11 @@ from vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn import (  # pyrig
 
 from tokenmix_core.nn import HeadFit
 from tokenmix_core.ops import (
-    chunk_gated_delta_rule,
     delta_gates,
+    gated_delta_rule_prefill,
     gated_delta_rule_step,
     short_conv_steps,
-    short_convs,
+    short_convs_prefill,
 )
 
 logger = init_logger(__name__)
@@ -102,18 +102,12 @@ class _OurKernels:
     def _prefill(self, mixed: Tensor, a: Tensor, b: Tensor, step: Any) -> Tensor:
         """Return the outputs `[T, HV, V]` for the packed tokens of prompts."""
         convs, weights, states = self._in_slots()
-        slots, fresh = step.prefill_state_indices.long(), ~step.prefill_has_initial_state
-        cu_seqlens, pools = step.prefill_query_start_loc, (*convs, states)
-        *before, state = (x.index_select(0, slots).masked_fill_(fresh.view(-1, *[1] * (x.dim() - 1)), 0) for x in pools)
+        options: dict[str, Any] = {"slots": step.prefill_state_indices, "fresh": ~step.prefill_has_initial_state}
+        options["cu_seqlens"] = step.prefill_query_start_loc
         xs = mixed.unsqueeze(0).split(self.sizes, -1)
-        found = short_convs(xs, weights, initial_states=before, cu_seqlens=cu_seqlens, activation="silu")
-        q, k, v, g, beta = self._heads(*[x.o for x in found], *[x.unsqueeze(0) for x in (a, b)])
-        o, after = chunk_gated_delta_rule(
-            q, k, v, g, beta,
-            initial_state=state.float(), cu_seqlens=cu_seqlens, scale=self.scale, qk_l2norm=True,
-        )  # fmt: skip
-        for pool, x in zip(pools, (*(x.final_state for x in found), after), strict=True):
-            pool.index_copy_(0, slots, x.to(pool.dtype))
+        found = short_convs_prefill(xs, weights, convs, activation="silu", **options)
+        q, k, v, g, beta = self._heads(*found, *[x.unsqueeze(0) for x in (a, b)])
+        o = gated_delta_rule_prefill(q, k, v, g, beta, states, scale=self.scale, qk_l2norm=True, **options)
         return self.fit.outputs(o, self.value_heads)[0]
 
     def _in_slots(self) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...], Tensor]:
