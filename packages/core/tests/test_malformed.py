@@ -1,4 +1,7 @@
-"""Test that malformed calls of every public function state what was given and expected, and have no lasting effect."""
+"""Test that errors of malformed calls of every public function name the given and the expected values.
+
+Such calls have no lasting effect.
+"""
 
 import json
 import shutil
