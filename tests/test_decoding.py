@@ -39,16 +39,16 @@ def test_a_row_has_the_time_of_a_token_and_of_its_bytes():
 
 
 def test_types_are_drawn_at_their_share():
-    from tokenmix_nats_l import mixer
+    from tokenmix_nats_l import layer
 
     scores = torch.randn(1, 4096, 8)
-    before = mixer.learned_types
+    before = layer.learned_types
     with SCRIPT.drawn(0.25):
-        types = mixer.learned_types(scores)
+        types = layer.learned_types(scores)
         assert types.softmax.shape == (1, 4096, 4)
         assert types.softmax.mean().item() == pytest.approx(0.25, abs=0.02)
         assert torch.equal(types.softmax + types.linear, torch.ones_like(types.linear))
-    assert mixer.learned_types is before
+    assert layer.learned_types is before
     few, most = (
         row["held_mib"]
         for row in SCRIPT.rows([job("tokenmix_nats_l.recipes:tiny", after=2000, share=x) for x in (0.1, 0.9)], CPU)

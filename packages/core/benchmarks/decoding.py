@@ -143,7 +143,7 @@ def drawn(share: float | None) -> AbstractContextManager[Any]:
         softmax = (digits - digits.floor() < share).float()
         return ChunkTypes(softmax, 1 - softmax, softmax)
 
-    return mock.patch("tokenmix_nats_l.mixer.learned_types", types)
+    return mock.patch("tokenmix_nats_l.layer.learned_types", types)
 
 
 @torch.inference_mode()
