@@ -3,11 +3,11 @@
     torchrun --nproc-per-node 2 packages/core/benchmarks/context_parallel.py operation --tokens 262144
     torchrun --nproc-per-node 2 packages/core/benchmarks/context_parallel.py model --tokens 131072
 
-"operation" times the gated delta rule (16 heads of 128), SSD and attention, forward and backward. "model" times a step
-of a 380M hybrid, three layers of the gated delta rule and one of attention in turn; `--window` limits attention to a
-window, and `--checkpointing` recomputes layers in the backward pass. Rank 0 prints one JSON line for each measurement:
-the slowest rank's median milliseconds, and its own peak memory and bytes sent, by operation. `--alone` measures one
-GPU, with the other ranks idle.
+"operation" times the gated delta rule (16 heads of 128, which it normalises, as in models), SSD and attention, forward
+and backward. "model" times a step of a 380M hybrid, three layers of the gated delta rule and one of attention in turn;
+`--window` limits attention to a window, and `--checkpointing` recomputes layers in the backward pass. Rank 0 prints one
+JSON line for each measurement: the slowest rank's median milliseconds, and its own peak memory and bytes sent, by
+operation. `--alone` measures one GPU, with the other ranks idle.
 
 Before it is timed, each operation, and a model of one layer of each kind, runs once: rank 0 prints the seconds and the
 number of kernels that this compiled. With `--compile-only` nothing is timed. Two such calls, with `--only
@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import argparse
 import faulthandler
+import functools
 import json
 import math
 import os
@@ -61,14 +62,12 @@ def operations(
     do = random(heads, size)
     normal = F.normalize(k, dim=-1).detach().requires_grad_()
     found = {
-        "gated delta rule": lambda: parallel.chunk_gated_delta_rule(q, normal, v, g, beta).o.backward(do),
+        "gated delta rule": lambda: parallel.chunk_gated_delta_rule(q, k, v, g, beta, qk_l2norm=True).o.backward(do),
         "ssd": lambda: parallel.chunk_ssd(q, normal, v, g, dt=beta).o.backward(do),
         "attention": lambda: parallel.attention(q, *few).o.backward(do),
         "window": lambda: parallel.attention(q, *few, window=2048).o.backward(do),
     }
-    return (
-        found if fla is None else found | {"gated delta rule, FLA": lambda: fla(q, normal, v, g, beta)[0].backward(do)}
-    )
+    return found if fla is None else found | {"gated delta rule, FLA": lambda: fla(q, k, v, g, beta)[0].backward(do)}
 
 
 def fla_rule(configurations: int, tokens: int, device: torch.device, alone: bool) -> Callable:
@@ -90,11 +89,12 @@ def fla_rule(configurations: int, tokens: int, device: torch.device, alone: bool
     from fla.ops.cp import build_cp_context  # type: ignore[import-not-found]
     from fla.ops.gated_delta_rule import chunk_gated_delta_rule  # type: ignore[import-not-found]
 
+    rule = functools.partial(chunk_gated_delta_rule, use_qk_l2norm_in_kernel=True)
     if alone:
-        return chunk_gated_delta_rule
+        return rule
     boundaries = torch.tensor([0, tokens])
     context = build_cp_context(boundaries.to(device), dist.group.WORLD, cu_seqlens_cpu=boundaries)
-    return lambda *x: chunk_gated_delta_rule(*x, cp_context=context)
+    return functools.partial(rule, cp_context=context)
 
 
 def step_of(args: argparse.Namespace, device: torch.device, mixers: list[str], layers: int) -> Callable[[], None]:
