@@ -191,6 +191,15 @@ class Processes:
         return [child.exitcode for child in self.children]
 
 
+def train_with_graphs(made: Recipe, output_dir: Path, **options: Any) -> None:
+    """Train with emulated CUDA graphs, and write how many passes were captured into the file `captured-RANK`."""
+    from tokenmix_core.testing.fake_cuda_graph import graphs_everywhere
+
+    with graphs_everywhere(eager=True) as works:
+        train(made, output_dir, **options)
+    (output_dir / f"captured-{os.environ['RANK']}").write_text(str(len(works)))
+
+
 def run(processes: int, made: Recipe, output_dir: Path, **options: Any) -> dict[int, tuple[float, ...]]:
     """Train to the end in processes of their own; return the curve."""
     codes = Processes(processes, train, made, output_dir, progress=False, **options).join()

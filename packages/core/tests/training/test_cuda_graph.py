@@ -7,7 +7,17 @@ from dataclasses import replace
 
 import pytest
 import torch
-from runs import HYBRID, adaptation, curve, penalised_model, recipe, weights
+from runs import (
+    HYBRID,
+    Processes,
+    adaptation,
+    curve,
+    penalised_model,
+    recipe,
+    run,
+    train_with_graphs,
+    weights,
+)
 from transformers import AutoModelForCausalLM, TrainerCallback
 
 from tokenmix_core.kernels.launch import cuda_graphs
@@ -59,6 +69,21 @@ def test_a_resumed_run_equals_an_uninterrupted_run(corpus, captured, tmp_path):
     train(stopped, tmp_path / "cut", progress=False)
     train(recipe(corpus, **{**changes, "training_graph": "never"}), tmp_path / "cut", resume=True, progress=False)
     assert same(tmp_path / "cut", tmp_path / "whole")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="several processes share no GPU")
+@pytest.mark.parametrize("micro", [64, 32])
+def test_ranks_with_graphs_train_as_ddp_does(micro, corpus, tmp_path):
+    # one or two micro-batches a step on each rank
+    changes = {"model": penalised_model(), "callbacks": (adaptation,), "documents": "joined"}
+    changes["micro_batch_tokens"] = micro
+    run(2, recipe(corpus, training_graph="never", **changes), tmp_path / "ddp")
+    made = recipe(corpus, training_graph="always", **changes)
+    assert Processes(2, train_with_graphs, made, tmp_path / "captured", progress=False).join() == [0, 0]
+    for rank in (0, 1):
+        count = int((tmp_path / "captured" / f"captured-{rank}").read_text())
+        assert count == (1 if micro == 64 else 2)
+    assert same(tmp_path / "captured", tmp_path / "ddp")
 
 
 class Evaluating(TrainerCallback):

@@ -51,9 +51,10 @@ def assert_close_curves(a, b):
         assert a[step] == pytest.approx(b[step], rel=2e-3), f"step {step}"
 
 
-@pytest.mark.parametrize("fsdp", [False, True])
-def test_two_gpus_follow_the_curve_of_one(fsdp, single, corpus, tmp_path):
-    made = recipe(corpus, model=MODEL, micro_batch_tokens=64, fsdp=fsdp, callbacks=(_check,))
+@pytest.mark.parametrize(("fsdp", "graph"), [(False, "never"), (False, "always"), (True, "never")])
+def test_two_gpus_follow_the_curve_of_one(fsdp, graph, single, corpus, tmp_path):
+    made = recipe(corpus, model=MODEL, micro_batch_tokens=32, fsdp=fsdp, training_graph=graph, callbacks=(_check,))
+    # a capture that fails is an error with "always"
     assert_close_curves(run(2, made, tmp_path / "run"), single)
     for rank in (0, 1):
         assert (tmp_path / "run" / f"rank{rank}").read_text().startswith(str(fsdp)), "sharding is not as asked for"

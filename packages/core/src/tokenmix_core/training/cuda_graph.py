@@ -62,6 +62,8 @@ class GraphedStep:
         training_graph: "always" raises an error if passes cannot be captured; "auto" warns then and runs all passes
             eagerly from that time on. With "auto" the second micro-batch of a signature also runs eagerly, to find out
             whether the passes wait for the device; the third is captured, unless the graph might exceed the memory.
+        gradients: the tensors to which replays write gradients, in the order of the parameters (None for frozen ones);
+            if not given, those that the first capture makes.
 
     Attributes:
         graphs: for each signature its graph, or None if it is not captured yet.
@@ -70,7 +72,14 @@ class GraphedStep:
         ValueError: the passes cannot be captured; the message gives the reason.
     """
 
-    def __init__(self, model: nn.Module, device: torch.device, *, training_graph: TrainingGraph = "always") -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        device: torch.device,
+        *,
+        training_graph: TrainingGraph = "always",
+        gradients: list[Tensor | None] | None = None,
+    ) -> None:
         capture = cuda_graphs.capture_on(device)
         if capture is None:
             raise ValueError(f"there are no graphs on {device.type}")
@@ -83,7 +92,7 @@ class GraphedStep:
             raise ValueError("the model has hooks, which would not be called")
         self.graphs: dict[Hashable, _Graph | None] = {}
         # gradients to which all replays write, in the order of `parameters`
-        self.gradients: list[Tensor | None] | None = None
+        self.gradients = gradients
         self._plain = [(vars(m), [name for name, x in vars(m).items() if isinstance(x, _PLAIN)]) for m in self.modules]
         self._settings: Hashable = ()
         self._warned, self._failed = False, False

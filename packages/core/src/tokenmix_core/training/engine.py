@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader
 from transformers import TrainingArguments, set_seed
@@ -27,6 +28,7 @@ from tokenmix_core.training import checkpoint
 from tokenmix_core.training.context_parallel import RowSplit
 from tokenmix_core.training.cuda_graph import GraphedStep, Losses, TrainingGraph
 from tokenmix_core.training.recipe import OptimizerRecipe
+from tokenmix_core.training.replicas import AveragedGradients
 from tokenmix_core.training.sharded_trainer import ShardedTrainer, reading
 from tokenmix_core.training.weight_decay import decay_parameter_names
 
@@ -80,6 +82,8 @@ class RecipeTrainer(ShardedTrainer):
         self._split = RowSplit(self.model, context_parallel) if context_parallel > 1 else None  # type: ignore[arg-type]
         self.schedule, self.identity, self.training_graph = schedule, identity, training_graph
         self._graphed_step: GraphedStep | None = None
+        # with graphs on several ranks: the gradients, in place of DDP's
+        self._averaged: AveragedGradients | None = None
         self.output_dir = Path(str(self.args.output_dir))
         # True: our models divide the summed loss by num_items_in_batch themselves
         self.model_accepts_loss_kwargs = True
@@ -129,9 +133,9 @@ class RecipeTrainer(ShardedTrainer):
 
         def passes(inputs: dict[str, Any], items: Any) -> Losses:
             self._terms = {}
-            return Losses(step(model, inputs, items), self._terms)
+            return Losses(step(trained, inputs, items), self._terms)
 
-        step = super().training_step
+        step, trained = super().training_step, model
         if self.training_graph != "never" and self._graphed_step is None:
             # make the graphed step only now: callbacks may change the model until the first step
             self._graphed_step = self._make_graphed_step(model)
@@ -139,9 +143,12 @@ class RecipeTrainer(ShardedTrainer):
         if self._graphed_step is None:
             losses = passes(inputs, num_items_in_batch)
         else:
+            trained = self._graphed_step.model
             # a callback may have switched to evaluation mode, in which the passes have another signature
-            model.train()
+            trained.train()
             losses = self._graphed_step(passes, self._prepare_inputs(inputs), num_items_in_batch)
+            if self._averaged is not None and self.accelerator.sync_gradients:
+                self._averaged.average()
         if not self._auxiliary:
             self._steps_before = self.state.global_step
         for name, share in losses.auxiliary.items():
@@ -158,19 +165,24 @@ class RecipeTrainer(ShardedTrainer):
 
     def release_graphs(self) -> None:
         """Drop the CUDA graphs and so free their memory."""
-        self._graphed_step = None
+        self._graphed_step = self._averaged = None
 
     def _make_graphed_step(self, model: nn.Module) -> GraphedStep | None:
         """Return a `GraphedStep`; None if graphs have no advantage ("auto") or are impossible ("always" then warns)."""
         auto = self.training_graph == "auto"
         try:
-            if self.args.world_size > 1:
-                raise ValueError("several processes train")
-            if auto and not self._is_launch_bound(model):
+            replicas = isinstance(model, DistributedDataParallel)
+            if self._split is not None or (self.args.world_size > 1 and not replicas):
+                raise ValueError("rows or the model are split over several processes")
+            replica = model.module if replicas else model
+            if auto and not self._is_launch_bound(replica):
                 raise ValueError("the GPU would not wait for the CPU")
-            return GraphedStep(model, self.args.device, training_graph="auto" if auto else "always")
+            self._averaged = AveragedGradients(replica.parameters()) if replicas else None
+            given = None if self._averaged is None else self._averaged.gradients
+            way: TrainingGraph = "auto" if auto else "always"
+            return GraphedStep(replica, self.args.device, training_graph=way, gradients=given)
         except ValueError as why:
-            self.training_graph = "never"
+            self.training_graph, self._averaged = "never", None
             if auto:
                 return None
             warnings.warn(f"training continues kernel by kernel, without CUDA graphs: {why}", stacklevel=2)
@@ -179,7 +191,7 @@ class RecipeTrainer(ShardedTrainer):
     def _is_launch_bound(self, model: nn.Module) -> bool:
         """True if layers have so few FLOPs that launching their kernels takes longer than computing them."""
         layers = getattr(getattr(model, "config", None), "num_hidden_layers", None)
-        tokens = self.schedule.batch_tokens / self.args.gradient_accumulation_steps
+        tokens = self.schedule.batch_tokens / (self.args.gradient_accumulation_steps * self.args.world_size)
         return (
             bool(layers)
             and self._flops_per_token is not None

@@ -197,9 +197,10 @@ class RunRecipe:
         gradient_checkpointing: compute activations again in the backward pass instead of storing them.
         torch_compile: compile the model; on an H200, steps without it were faster and took less memory
             (docs/step_time.md).
-        training_graph: on one GPU, capture forward and backward passes as CUDA graphs and replay them, for up to eight
-            signatures of micro-batches (docs/step_time.md); "auto" does so if the layers are so small that the GPU
-            would wait for the CPU. Excludes `gradient_checkpointing`, `torch_compile` and `fsdp`.
+        training_graph: capture forward and backward passes as CUDA graphs and replay them, for up to eight signatures
+            of micro-batches (docs/step_time.md); "auto" does so if the layers are so small that the GPU would wait for
+            the CPU. On several GPUs gradients are then averaged at the end of a step. Excludes
+            `gradient_checkpointing`, `torch_compile`, `fsdp` and `context_parallel`.
         fsdp: shard parameters, gradients and optimizer states over the processes (FSDP2).
         fsdp_reshard: with `fsdp`, "always" gathers each layer's parameters in each pass, which takes less memory;
             "never" gathers them once per step; "auto" selects "never" if it fits into the memory by an estimate.
