@@ -28,7 +28,8 @@ def cached_op(name: str, run: Callable, fake: Callable | None = None, *, mutates
     Args:
         name: the op's name with its library, such as "tokenmix_core::attention".
         run: the implementation, a function with annotated parameters or a function that `of_fields` has made.
-        fake: returns uninitialised outputs; it takes the arguments of `run`, or the NamedTuple before `of_fields`.
+        fake: returns uninitialised outputs; it takes the arguments of `run` or, if `of_fields` made `run`, the
+            NamedTuple.
         mutates_args: the names of the tensors that `run` overwrites.
     """
     op = torch.library.custom_op(name, run, mutates_args=mutates_args)
@@ -51,7 +52,8 @@ def cached_op(name: str, run: Callable, fake: Callable | None = None, *, mutates
 def of_fields(run: Callable, step: Any = None) -> Callable:
     """Turn `run(step)`, a function of a NamedTuple, into a function of its fields, as torch and `Replayed` require.
 
-    The new function's parameters have the fields' names, types and defaults; it returns a tuple for a NamedTuple.
+    The new function's parameters have the fields' names, types and defaults. If `run` returns a NamedTuple, the new
+    function returns a plain tuple.
     A field that is itself a NamedTuple is replaced by its fields, in the arguments and in the result. The type of the
     NamedTuple is `step`, or else the annotation of the parameter of `run`.
 
@@ -212,7 +214,8 @@ def differentiable(
                 refuse_graph(_name(op))
             return *gradients(ctx, *output_gradients), None
 
-    # skip torch's check for function transforms (vmap, grad): the launch cache cannot match the tensors that they wrap
+    # skip torch's check for function transforms (vmap, grad): `apply` gets only calls that the launch cache matches,
+    # and it never matches tensors that a transform wraps
     apply = compat.direct_apply(Eager)
 
     def transformed(*inputs):

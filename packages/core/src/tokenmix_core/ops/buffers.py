@@ -24,7 +24,7 @@ def as_rows(x: Tensor) -> Tensor:
 
 
 def buffer_views(whole: Tensor, layouts: Iterable[Layout]) -> list[Tensor]:
-    """Return consecutive views of a byte buffer, one per layout, so that autograd saves one tensor instead of many."""
+    """Return consecutive views of the byte buffer `whole`, one per layout: autograd then saves one tensor, not many."""
     start, parts = 0, []
     for shape, dtype in layouts:
         end = start + math.prod(shape) * dtype.itemsize

@@ -26,8 +26,9 @@ def gluon_step_tile(
 ) -> StateStep | None:
     """Return the tile of an operation's Gluon kernel for states `[..., HV, K, V]`; None if the portable kernel runs.
 
-    `tiles` maps a least number of blocks of 64 columns to a tile, widest tile first. The tile returned is the first
-    whose number is at most that of the blocks in the states of all rows of q.
+    `tiles` maps minimum numbers of blocks to tiles, from the widest tile to the narrowest. A block is 64 columns of a
+    head's state. The result is the first tile for which the states of all rows of q together have the minimum number of
+    blocks.
 
     Raises:
         ValueError: `impl` is "gluon" and the kernel does not run.

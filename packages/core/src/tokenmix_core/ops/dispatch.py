@@ -207,7 +207,10 @@ def resolve_impl(op: str, impl: str | None, x: Tensor, gluon: GluonForm | None =
 
 
 def by_reference(op: str, why: str | None, device: str, dtype: torch.dtype) -> str:
-    """Return "reference"; on a GPU warn once, with the reason `why`, that the reference runs instead of kernels."""
+    """Return "reference"; on a GPU, warn once that it runs instead of kernels, for the reason `why`.
+
+    There is no warning if `why` is None, for float64, and under torch.compile.
+    """
     if device == "cuda" and dtype != torch.float64 and why is not None and not torch.compiler.is_compiling():
         _warn_of_reference(f"{op}: impl='triton' {why.partition('; pass')[0]}")
     return "reference"

@@ -56,11 +56,12 @@ class Operation(NamedTuple):
         function: the public function.
         tensors: shapes of the function's first arguments, by name, written as for `bind_shapes`.
         sizes: sizes of a typical call, by letter of these shapes.
-        kernels: `kernels(tensors, impl)` returns the implementation of each step of a call that the reference does not
-            compute; None if the operation has a single step.
+        kernels: `kernels(tensors, impl)` returns the implementation of each step of a call, by the step's name; None if
+            the operation has a single step.
         gluon: the operation's Gluon kernels, if it has any.
         limit: `limit(tensors)` returns why the Gluon kernels do not support the tensors' shapes, as a clause, or None.
-        selects: whether `kernels` selects the implementation too, and so describes all calls.
+        selects: whether `kernels` also selects the implementation; if not, it is called only if the reference does not
+            run.
     """
 
     function: Callable

@@ -34,7 +34,7 @@ def _called(run: Callable, tensors: Sequence[Tensor], names: str, options: str) 
 
 @constant_when_traced
 def is_exporting() -> bool:
-    """Return True under torch.export alone: torch 2.11's own function is also True under torch.compile."""
+    """True under torch.export, False under torch.compile, which would trace torch 2.11's own function as True."""
     return torch.compiler.is_exporting()  # noqa: TID251
 
 

@@ -38,7 +38,7 @@ def drops_padding(*tokens: str, results: int = 1) -> Callable:
     """Decorate a function in eager PyTorch: cut the padding off its arguments, and pad its results with zeros.
 
     If the boundaries are on a GPU, the arguments' padding is replaced by zeros instead, because cutting it off would
-    make the CPU wait for the GPU; so it is under torch.compile, which does not know the boundaries' values.
+    make the CPU wait for the GPU. The same happens under torch.compile, which does not know the boundaries' values.
 
     Args:
         tokens: names of arguments with tokens along their second axis.

@@ -78,7 +78,8 @@ def check_written(op: str, slots: Tensor | None, **written: Tensor) -> None:
 def check_slots(op: str, slots: Tensor | None, number: int, *, written: bool = False) -> None:
     """Check the dtype of slots and, if they are on a CPU, that the pool of `number` slots has them.
 
-    Slots that a call writes may be int64, a negative one is padding, and the others must differ.
+    If the call writes the slots (`written`), they may be int64 and negative (padding), and slots that are not negative
+    must differ.
 
     Raises:
         ValueError: slots of another dtype, a slot that does not exist, or one that two sequences would write.
@@ -98,9 +99,10 @@ def check_slots(op: str, slots: Tensor | None, number: int, *, written: bool = F
 
 
 def check_pool(op: str, dims: dict[str, int], like: tuple[Tensor, str], shape: str, **pools: Tensor | None) -> None:
-    """Check pools of shape `shape`, their `slots` and `fresh` against the sizes `dims` of a prefill, among them N.
+    """Check pools, whose slots have the shape `shape`, and `slots` and `fresh` against the sizes `dims` of a prefill.
 
     Args:
+        dims: sizes by letter, among them N, the number of sequences.
         like: a tensor of the call and its shape: pools must be on its device.
         pools: `slots`, `fresh` (may be None), and the pools by name.
 

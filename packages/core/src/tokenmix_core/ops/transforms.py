@@ -73,7 +73,8 @@ def transformable(
         run: a function of tensors and other values that returns a tensor or a sequence of tensors.
         save: `save(ctx, inputs, output)` saves the tensors that `gradients` needs; None if there are no gradients.
         gradients: `gradients(ctx, *output_gradients)` returns a gradient or None for each input.
-        plain: a function like `run` that torch can differentiate if `impl` is "reference" among the inputs, or None.
+        plain: a function like `run`, which torch can differentiate if the input `impl` is "reference"; None without
+            one.
     """
     by_torch = (lambda inputs: False) if plain is None else is_reference(plain)
 

@@ -245,7 +245,7 @@ def short_convs_backward(xs, weights, activation, initial_states, cu_seqlens, do
 
 
 def sum_runs(dsums, dweight, dbias) -> None:
-    """Sum `dsums [runs, W + 1, D]`, one entry per BT tokens, over runs into dweight and, if there is one, dbias."""
+    """Sum `dsums [runs, W + 1, D]` over runs of BT tokens into dweight and, if there is one, dbias."""
     (runs, _, D), W = dsums.shape, dweight.shape[1]
     BR, BD = 128, 32
     short_conv_sums_kernel[(cdiv(D, BD), W + 1)](

@@ -36,7 +36,7 @@ class Channels(NamedTuple):
 
 
 class Slots(NamedTuple):
-    """Slots of a prefill (`slots.Pool`): the slot of each sequence, flags, and elements from one slot to the next."""
+    """Slots of a prefill: `slots` and `fresh` of `slots.Pool`, and the number of elements from one slot to the next."""
 
     slots: tl.tensor
     fresh: tl.tensor | None
@@ -155,7 +155,10 @@ def short_conv_forward_kernel(
 
 @triton.jit
 def locate_channels(i_d, n0, n1):
-    """Return the index of the input to which block `i_d` of all channels belongs, and the block's index in it."""
+    """Return the input to which block `i_d` of all channels belongs, and the block's index in it.
+
+    The first two inputs have `n0` and `n1` blocks of channels.
+    """
     i_x = (i_d >= n0).to(tl.int32) + (i_d >= n0 + n1).to(tl.int32)
     return i_x, i_d - tl.where(i_x > 0, n0, 0) - tl.where(i_x > 1, n1, 0)
 
@@ -270,7 +273,7 @@ def step_channels(channels, o, slots, stride_state, i_b, i_d, W: tl.constexpr, B
     m_o = o_d < D
     m_d = m_o
     if slots is not None:
-        # a padded row loads zeros, also for the bias, and stores their output, which is zero
+        # a padded row (negative slot) loads zeros, also for the bias, and stores their output, which is zero
         i_slot = tl.load(slots + i_b).to(tl.int64)
         # the interpreter does not support a mask made of a scalar
         m_d = m_d & (i_slot + tl.zeros([BD], tl.int64) >= 0)

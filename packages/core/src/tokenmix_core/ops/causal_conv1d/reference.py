@@ -22,7 +22,7 @@ def short_conv_reference(
     initial_state: Float[Tensor, "N D W_minus_1"] | None = None,
     cu_seqlens: Int[Tensor, "N_plus_1"] | None = None,
 ) -> ScanOutput:
-    """Return the convolution as a sum of W shifted terms, in float32 (float64 for float64 inputs)."""
+    """Compute `short_conv` as a sum of W shifted terms, in float32 (float64 for float64 inputs)."""
     if cu_seqlens is None:
         return _one_row(x, weight, bias, activation, initial_state)
     boundaries = cu_seqlens.tolist()

@@ -71,7 +71,7 @@ def rms_norm(
 
     .. math:: s = x + \text{branch}, \qquad y = \frac{s}{\sqrt{\text{mean}(s^2) + \text{eps}}} \odot \text{weight}
 
-    Differentiable in x, weight and branch, through both results; only s is saved for the gradient.
+    Differentiable in x, weight and branch, through both results; only s and weight are saved for the gradient.
 
     Args:
         x: `[*, D]`, bfloat16, float16 or float32 (the reference also float64).

@@ -154,7 +154,10 @@ def _forward(x, branch, z, weight, eps, size, before, dtype) -> tuple[Tensor, Te
 def _gradients_of(
     h, z, weight, dy, dtotal, eps, size, before, dtype, branch_dtype
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor]:
-    """Return dx in `dtype`, dbranch in `branch_dtype` (if equal, a view of dx), dz, dweight; h is the norm's input."""
+    """Return dx in `dtype`, dbranch in `branch_dtype`, dz and dweight; `h` is x, or x + branch.
+
+    dbranch is None if `branch_dtype` is None, and a view of dx if both dtypes are equal.
+    """
     groups, parts, before = h.shape[-1] // size, len(weight) // size, before and z is not None
     dx = torch.empty(h.shape, dtype=dtype, device=h.device)
     dz = None if z is None else torch.empty(h.shape, dtype=z.dtype, device=h.device)

@@ -148,7 +148,10 @@ def _check_step(impl, q, k, v, q_weight, k_weight, cos, sin, keys, values, posit
 
 
 def _angles_of(op: str, dims: dict[str, int], cos: Tensor | None, **rotated: Tensor) -> dict[str, int]:
-    """Check the shape of `cos` against the tensor in `rotated`; return sizes `R` (rows of cos) and `half` (K / 2)."""
+    """Check that K is even and that `cos` has B rows or one; return sizes `R` (rows of cos) and `half` (K / 2).
+
+    `rotated` is the tensor to rotate, under its name in the error message.
+    """
     rows = 1 if cos is None else len(cos)
     if dims["K"] % 2 or rows not in (1, dims["B"]):
         ((name, x),) = rotated.items()

@@ -66,7 +66,10 @@ def rotate_kernel(
     x, weight, cos, sin, y, stride_x, rows, rotated, H, eps, HALF: tl.constexpr, BM: tl.constexpr, BH: tl.constexpr,
     PDL: tl.constexpr = False,
 ):  # fmt: skip
-    """Rotate a block of heads; token t reads row t mod `rotated` of cos and sin, so sequences can share the angles."""
+    """Rotate a block of heads, normalised before unless `weight` is None.
+
+    Token t reads row t mod `rotated` of cos and sin, so sequences can share the angles.
+    """
     gdc_launch_and_wait(PDL)
     o_r = tl.program_id(0).to(tl.int64) * BM + tl.arange(0, BM)
     m_r = o_r < rows
@@ -83,7 +86,10 @@ def rotate_step_kernel(
     s_vb, s_vp, s_vh, rotated, HQ, H, eps, HALF: tl.constexpr, V: tl.constexpr, BH: tl.constexpr, BV: tl.constexpr,
     PDL: tl.constexpr = False,
 ):  # fmt: skip
-    """Rotate one head of q or k of one token; store q to y, and k or v to the cache."""
+    """Rotate one head of q into y, or rotate one of k or copy one of v into the token's cache slot.
+
+    q and k are normalised before the rotation if their weights are given.
+    """
     gdc_launch_and_wait(PDL)
     heads = HQ + H if v is None else HQ + 2 * H
     i_h = tl.program_id(0) % heads

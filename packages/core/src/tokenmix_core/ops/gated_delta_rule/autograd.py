@@ -76,7 +76,7 @@ def _forward_saving(x: Inputs) -> tuple[Tensor, Tensor, Tensor | None, Tensor | 
 @retried
 @of_fields
 def run_backward(given: BackwardInputs) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return gradients in the order of `Gradients`; an empty tensor if there is no initial state or no `writes`."""
+    """Return gradients in the order of `Gradients`; those of an absent initial state or `writes` are empty tensors."""
     do, dfinal_state, inverse, gates, x = given
     grads = chunk_backward(x, inverse=inverse, gates=gates, segments=None, saved=None, do=do, dfinal_state=dfinal_state)
     dinitial_state, dwrites = grads.initial_state, _like_writes(grads.writes, x.writes)

@@ -169,7 +169,7 @@ def programs_per_head(k: Tensor, v: Tensor, impl: str | None) -> int:
 
 
 def forward_segment(k: Tensor, v: Tensor, cu_seqlens: Tensor | None, impl: str | None, chunks_per_write: int) -> int:
-    """Return `GDNPlan.segment`, rounded to a multiple of the chunks that share a factor of `writes`."""
+    """Return `GDNPlan.segment`, rounded up to a multiple of the chunks that share a factor of `writes`."""
     N, tokens = num_sequences(k, cu_seqlens), k.shape[0] * k.shape[1]
     programs = programs_per_head(k, v, "triton" if chunks_per_write > 1 else impl)
     segment = tuning.segment_tokens(N, v.shape[2], tokens, programs)

@@ -96,8 +96,8 @@ def recurrent_forward(
 ) -> tuple[Tensor, Tensor]:
     """Return outputs and final states; write the final states to `state_out` (may be the initial state) if given.
 
-    With `tile` a Gluon kernel computes a single token and overwrites the state. With `slots`, for single tokens, the
-    states of the sequences are these slots of `state_out`.
+    With `tile` a Gluon kernel computes a single token and overwrites its state, `state_out`. With `slots`, for single
+    tokens, the states of the sequences are these slots of `state_out`.
     """
     _, T, H, K = x.q.shape
     HV, V = x.v.shape[2:]

@@ -84,7 +84,7 @@ def all_tiles(step: str, K: int, element_size: int) -> tuple[ScanTile, ...]:
     return _TILES[step][element_size, K]
 
 
-# maps the minimum number of blocks of 64 columns to the tile of the Gluon decoding kernel; wide tiles need many waves
+# tiles of the Gluon decoding kernel by minimum number of blocks (`gluon_step_tile`); wide tiles need many waves
 STATE_STEPS: dict[int, StateStep] = {1024: StateStep(64, 64, 4), 0: StateStep(32, 32, 2)}
 
 # the forward pass saves R and chunk states if they take at most this many bytes; else the backward recomputes both

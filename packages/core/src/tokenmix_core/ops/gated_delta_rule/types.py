@@ -125,7 +125,7 @@ class Reverse(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """Gradients in the order of `Inputs`; None if the call has no initial state or no `writes`."""
+    """Gradients in the order of `Inputs`; None for an absent initial state or absent `writes`."""
 
     q: Tensor
     k: Tensor

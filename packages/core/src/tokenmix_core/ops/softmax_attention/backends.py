@@ -77,7 +77,11 @@ def on_hopper() -> bool:
 
 
 def takes_cudnn(tq: int, tk: int, head_k: int, head_v: int, mask: Mask, packed: bool) -> bool:
-    """True if cuDNN supports this attention of 16-bit CUDA tensors: no window, unpacked, heads up to `cudnn_heads`."""
+    """True if cuDNN supports this attention of 16-bit CUDA tensors.
+
+    cuDNN needs at least two queries (as many as keys if causal), no window, an unpacked batch, and head sizes that are
+    multiples of 8, at most `cudnn_heads`.
+    """
     plain = mask.window is None and not packed and (tq == tk or not mask.causal) and tq > 1
     return plain and head_k % 8 == head_v % 8 == 0 and max(head_k, head_v) <= cudnn_heads()
 

@@ -29,7 +29,7 @@ _PARAMETERS = {
 
 @functools.cache
 def is_here() -> bool:
-    """True if the package is installed and its functions have the `_PARAMETERS`; warn if the functions lack some.
+    """True if the package is installed and its functions have the `_PARAMETERS`; warn if it is installed but unfit.
 
     The module's existence proves nothing, since flash-attn 2 contains an early version under the same name.
     """

@@ -78,8 +78,8 @@ def work_tiles(tiles: int, device: torch.device) -> int:
 def hopper_forward(head_size: int, programs: int) -> tuple[int, int]:
     """Return the number of pipeline stages of K and V, and the registers per thread, of the Hopper forward kernel.
 
-    An SM then holds four CTAs with heads of 64, and two with heads of 128. With many waves heads of 128 get one stage:
-    three CTAs per SM are then faster.
+    With two stages an SM holds four CTAs with heads of 64, and two with heads of 128. With many waves, heads of 128 get
+    one stage: an SM then holds three CTAs, which is faster.
     """
     if head_size == 64:
         return 2, 128

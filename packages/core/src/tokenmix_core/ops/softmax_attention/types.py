@@ -39,7 +39,7 @@ class Call(NamedTuple):
 
 
 def call_of(q: Tensor, k: Tensor, v: Tensor, mask: Mask, packed: bool, gluon: bool = False) -> Call:
-    """Return the `Call` by which kernels are chosen: sizes, dtype and mask of these tensors."""
+    """Return the `Call` of these tensors and options, by which the implementation is chosen."""
     (B, TQ, HQ, K), (TK, H), V = q.shape, k.shape[1:3], v.shape[3]
     return Call(q.device.type, q.dtype, TQ, TK, K, V, mask, packed, B * H if HQ == H else None, B * HQ, gluon)
 

@@ -25,7 +25,7 @@ from tokenmix_core.ops.softmax_attention.types import KeyLists
 @cached_launch
 @triton.jit
 def _sum_keep(dm, d_keep, cu_seqlens, TK, U, H, HM, N, UNIT: tl.constexpr, BU: tl.constexpr, PACKED: tl.constexpr):
-    """Sum dm, each key's term of the gradient of `keep`, over the keys of a unit and the key heads that share its mark.
+    """Sum dm, each key's term of the gradient of `keep`, over a unit's keys and the key heads that share a `keep` head.
 
     A program takes BU units of one token, or one longer unit.
     """

@@ -39,8 +39,8 @@ def kept_attention_reference(
 ) -> AttentionOutput:
     """Compute attention as `kept_attention` defines it, differentiable by autograd, also in a float `keep`.
 
-    The gradient of `keep` is that of a factor of 1: with "exponentials" of the exponential of a retained key that is
-    not local, with "values" of a key's value.
+    The gradient of `keep` is that of a factor of 1. With "exponentials" the factor multiplies the exponential of a
+    retained key that is not local, with "values" a key's value.
     """
     scale = float(q.shape[-1] ** -0.5) if scale is None else scale
     weights = _by_token(keep, k, unit, cu_seqlens)

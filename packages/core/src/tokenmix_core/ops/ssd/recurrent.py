@@ -88,8 +88,8 @@ def ssd_recurrent_kernel(
 def ssd_recurrent(x: Inputs, final_state: Tensor, tile: StateStep | None = None, slots: Tensor | None = None) -> Tensor:
     """Return outputs; write the final states to `final_state [N, HV, K, V]`, which may be the initial state's tensor.
 
-    With `tile` a Gluon kernel computes a single token and overwrites the state. With `slots`, for single tokens, the
-    states of the sequences are these slots of `final_state`.
+    With `tile` a Gluon kernel computes a single token and overwrites its state, `final_state`. With `slots`, for single
+    tokens, the states of the sequences are these slots of `final_state`.
     """
     T, G, K = x.q.shape[1:]
     HV, V = x.v.shape[2:]

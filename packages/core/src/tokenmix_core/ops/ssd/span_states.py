@@ -46,7 +46,7 @@ def initial_gradient(q: Tensor, do: Tensor, g: Tensor, scale: float = 1.0, impl:
 def _state(
     x: Tensor, y: Tensor, g: Tensor, dt: Tensor | None, scale: float, impl: str | None, *, reverse: bool
 ) -> Tensor:
-    """Return the state after a forward scan (x is k, y is v) or reverse scan (x is q, y is the gradient of o).
+    """Return the final state (x is k, y is v) or, if `reverse`, the initial state's gradient (x is q, y is do).
 
     Kernels compute it if they support the sizes, else torch operations.
     """

@@ -76,7 +76,7 @@ class SSDPlan(NamedTuple):
     gradients: SSDGradients
 
 
-# maps the minimum number of blocks of 64 columns to the tile of the Gluon decoding kernel; wide tiles need many waves
+# tiles of the Gluon decoding kernel by minimum number of blocks (`gluon_step_tile`); wide tiles need many waves
 STATE_STEPS: dict[int, StateStep] = {
     2048: StateStep(64, 32, 4),
     1024: StateStep(32, 128, 2),

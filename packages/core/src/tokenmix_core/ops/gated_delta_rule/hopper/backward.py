@@ -3,7 +3,7 @@
     producer      q k dO ─ cp.async, NUM_STAGES; Ã R S ─ cp.async, 1 stage ─► smem; gates ─► smem
                      │ FULL, A_FULL, …            ▲ EMPTY, A_EMPTY, …
     reverse scan  P' (SCORES) ─► dR ─► dY = Ãᵀ dR ─► dV;  dS ← 2^b dS + Qᵀ(γ dO) − Kᵀ(γ dY)   64 columns per warpgroup
-      two            │ dS', dY ─► smem, 1 stage: DS_FULL, DY_FULL      ▲ DS_EMPTY, DY_EMPTY     dS in registers
+      2 warpgroups   │ dS', dY ─► smem, 1 stage: DS_FULL, DY_FULL      ▲ DS_EMPTY, DY_EMPTY     dS in registers
     epilogue      E, F, X ─► dQ, dK, dg, dβ ─► store
 
 The kernel reads the residuals R and states S of all chunks. dS stays in registers and shared memory. All work that the
@@ -220,8 +220,8 @@ def backward_kernel(
     """Compute all gradients of a segment and value head; `dfinal_state` and `dinitial_state` may be None.
 
     ORDERED: programs take segments in the order of `order`. `passed` holds the gradient of each segment's entering
-    state; the preceding segment's reverse scan starts from it. Without `passed` a scan starts in later segments, at the
-    last chunk whose effect on the segment is not negligible.
+    state; the preceding segment's reverse scan starts from it. Without `passed` the scan of a segment starts at the
+    last chunk, of this or a later segment, whose effect on the segment is not negligible.
     """
     dtype: gl.constexpr = q.dtype.element_ty
     shared: gl.constexpr = gl.NVMMASharedLayout(128, 16)

@@ -88,7 +88,9 @@ def nonzero(beta_r, r):
 
 @gluon.jit
 def apply_write_factor(b_x, out_i, beta_i, writes, dwrites, o_w):
-    """Return `b_x` and `out_i` times the chunk's write factor, whose gradient is stored; as they are without `writes`.
+    """Return `b_x` and `out_i` times the chunk's write factor and store its gradient.
+
+    Without `writes`, return both unchanged and store nothing.
 
     `b_x` is the term of X through the state leaving the chunk, w R dS'ᵀ times a divisor per row, and `out_i` is that
     state's part of dβ (`GateGradients.out`). `o_w` is the factor's index in `writes`.
@@ -110,7 +112,7 @@ GateGradients = namedtuple("GateGradients", "beta db dbeta out")
 
 @gluon.jit
 def store_gate_gradients(p, x, stride, rows, last, V: gl.constexpr, row: gl.constexpr, WARPS: gl.constexpr):
-    """Store dβ and dg.
+    """Store dβ and dg; `p` are `GatePointers`, `x` are `GateGradients`.
 
     dg is the sum of db, the gradient of b, from the token to the chunk's end, plus the gradient of the last b; it is
     zero where the decay is clamped.

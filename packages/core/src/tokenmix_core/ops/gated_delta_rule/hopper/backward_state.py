@@ -39,8 +39,9 @@ def backward_state_kernel(
     Vectors named `…_i` have the layout of a tile's rows, vectors named `…_j` the layout of its columns. `dfinal_state`,
     `dinitial_state` and `remainders` may be None. ORDERED: programs take segments in the order of `order`. `passed`
     holds gradients of the segments' entering states. If `dv` is None, the kernel only writes local gradients to
-    `passed`, which ignore later segments. Else the scan starts from the next segment's gradient in `passed`; without
-    `passed` it starts in later segments (see `reverse_scan_start`). `writes` has one factor per chunk.
+    `passed`, which ignore later segments. Else the scan starts from the next segment's gradient in `passed`;
+    `reverse_scan_start` says where it starts without `passed`, and if the next segment's decay is negligible. `writes`
+    has one factor per chunk.
     """
     LOCAL: gl.constexpr = dv is None
     CARRIED: gl.constexpr = dv is not None and passed is not None
@@ -202,7 +203,7 @@ class Columns(NamedTuple):
 
 
 def launch_kernel(reverse: Reverse, of_states: StateGradients | None, passed: Tensor | None, by: Columns) -> None:
-    """Launch the kernel of `by`; without `of_states`, compute only local gradients of the segments' entering states."""
+    """Launch the kernel of `by`; without `of_states` it only writes the segments' local gradients to `passed`."""
     x, terms, saved, do, dfinal_state, segment = reverse
     B, T, H, K = x.q.shape
     HV, V = x.v.shape[2:]

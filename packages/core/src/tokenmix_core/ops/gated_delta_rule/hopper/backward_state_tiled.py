@@ -2,7 +2,7 @@
 
 One program computes 64 columns of V of a segment and value head.
 
-    q k of chunk t − 1 ─ cp.async, 2 stages;  Ã, dO, halves of S ─ cp.async, 1 stage, prefetched once read
+    q k of chunk t − 1 ─ cp.async, 2 stages;  Ã, dO, halves of S ─ cp.async, 1 stage, refilled once read
     dS ─► smem ─► dR ─► smem ─► dY = Ãᵀ dR ─► smem ─► dS ← 2^b dS + Qᵀ(γ dO) − Kᵀ(γ dY)
      └─► dS', ⟨dS', S⟩            └─► dV
 
@@ -145,7 +145,7 @@ def backward_state_kernel(
         token = i_c * BT
         s_k, s_q = k_2.index(i % 2), q_2.index(i % 2)
         here = i_c.to(gl.int64) * HV * K * V
-        # index of the chunk to prefetch next, clamped at the segment's first chunk, after which no row is loaded
+        # index of the chunk to prefetch next; at the segment's first chunk `some` is 0, so no row is loaded
         then = gl.maximum(i_c - 1, 0).to(gl.int64)
         some = gl.where(i_c > first, K, 0)
         last = b_last

@@ -38,7 +38,7 @@ def locate_state(i_n, i_hv, slots, fresh, stride_state, K: gl.constexpr, V: gl.c
 def locate_segment(
     i_sh, order, T, N, HV, segment, cu_seqlens, PACKED: gl.constexpr, ORDERED: gl.constexpr, WARPS: gl.constexpr
 ):  # fmt: skip
-    """Return the `Segment` of a program; with ORDERED programs take segments in the order of `order`."""
+    """Return the `Segment` of a program; with ORDERED, programs take segments in the order of `order`."""
     i_s, i_hv = i_sh // HV, i_sh % HV
     if ORDERED:
         i_s = gl.load(order + i_s)

@@ -182,7 +182,7 @@ def listed_keys_backward(
     q, k, v, do, lse, delta, dk, dv, keys: KeyLists, scale, *, dm=None, values: bool = False, most: int | None = None,
     tile: tuning.AttentionTile | None = None, launch: Callable[..., None] | None = None,
 ) -> None:  # fmt: skip
-    """Write dk and dv of all keys or, with `most`, only of the listed keys, of which a sequence has at most `most`.
+    """Write dk and dv of all keys or, with `most`, only of the first list: retained keys or sinks, `most` per sequence.
 
     Args:
         dm: None, or where to write each retained key's sum of dS over the queries that see it as a listed key,

@@ -20,7 +20,7 @@ NOWHERE = tl.constexpr(1 << 30)
 
 @triton.jit
 def away_from(o_k, window, UNIT: tl.constexpr, WINDOW: tl.constexpr):
-    """Return the first query for which keys at positions `o_k` are no longer local."""
+    """Return the position of the first query for which keys at `o_k` are no longer local: past the window or unit."""
     if WINDOW:
         return o_k + window
     else:

@@ -1,11 +1,11 @@
 """Tile schedule of the dK/dV kernel: which query tiles read each tile of keys, and how that work is split over CTAs.
 
-Each key is in one of two lists: retained keys, which all later queries see, or the others, which only nearby queries
-see. The lists are cut into tiles of keys (columns). Their work may differ a thousandfold, so tiles are split, as in
-stream-K, into **work tiles**: consecutive query tiles, enough work tiles to fill the device, none longer than a CTA's
-share of all work. The gradients of a tile that is not split are written by one CTA. The work tiles of a split tile
-store partial sums, which a second kernel adds in order. So the time is proportional to the work for lists of any
-length, results are deterministic, and the workspace is bounded by the device.
+Each key is in one of two lists: retained keys, which later queries see until they are evicted, or the others, which
+only nearby queries see. The lists are cut into tiles of keys (columns). Their work may differ a thousandfold, so tiles
+are split, as in stream-K, into **work tiles**: consecutive query tiles, enough work tiles to fill the device, none
+longer than a CTA's share of all work. The gradients of a tile that is not split are written by one CTA. The work tiles
+of a split tile store partial sums, which a second kernel adds in order. So the time is proportional to the work for
+lists of any length, results are deterministic, and the workspace is bounded by the device.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from tokenmix_core.ops.softmax_attention.listed_keys.lists import away_from, fir
 from tokenmix_core.ops.softmax_attention.types import KeyLists
 
 # indices of the rows of `facts`, a table with one column per tile of keys. Rows: the tile's query tiles (masked
-# [M_MIN, FULL_MIN), unmasked [FULL_MIN, FULL_MAX), masked [FULL_MAX, M_MAX)); its first index in the list and the
-# list's end; the sequence's first row, length and first unit; whether its keys are retained; its number of work tiles,
-# first work tile and first partial sum
+# [M_MIN, FULL_MIN), unmasked [FULL_MIN, FULL_MAX), masked [FULL_MAX, M_MAX)); its first index in the list and the end
+# of the sequence's indices; the sequence's first row, length and first unit; whether its keys are retained; its number
+# of work tiles, first work tile and first partial sum
 M_MIN = tl.constexpr(0)
 FULL_MIN = tl.constexpr(1)
 FULL_MAX = tl.constexpr(2)
@@ -270,9 +270,9 @@ def _split_work(
 
 
 def schedule_tiles(keys: KeyLists, q: Tensor, k: Tensor, BM: int, BN: int, most: int | None) -> TileSchedule:
-    """Schedule tiles of BN listed keys, and of BN other keys, with query tiles of BM queries.
+    """Schedule tiles of BN keys of either list with query tiles of BM queries.
 
-    With `most`, schedule only listed keys, of which there are at most `most` per sequence.
+    With `most`, schedule only the first list (retained keys or sinks), which has at most `most` keys per sequence.
     """
     ranks, unit, packed = keys.ranks, keys.unit, keys.cu_seqlens is not None
     shape = listed_sizes(q, k, keys)

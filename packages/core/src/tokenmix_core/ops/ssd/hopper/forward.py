@@ -306,8 +306,8 @@ def hopper_forward(
 ) -> None:
     """Write o and, unless None, the final states of `spans` sequences, or of `spans` segments of `segment` tokens.
 
-    If there are segments and final states, each program scans its sequence from the start (`LOOKBACK`). A program
-    computes `columns` columns of V. With `pool`, final states overwrite its slots.
+    If there are segments and final states but no `pool`, each program scans its sequence from the start (`LOOKBACK`). A
+    program computes `columns` columns of V. With `pool`, final states overwrite its slots.
     """
     _, T, G, K = x.q.shape
     HV, V = x.v.shape[2:]
