@@ -34,7 +34,7 @@ class Attention(Mixer):
         rope: whether queries and keys are rotated by position.
         qk_norm: whether every head of q and k is RMS-normalised before the rotation (as in Qwen3).
         qkv_bias: whether the q, k and v projections have biases (as in Qwen2).
-        norm_eps: epsilon of the q/k norms.
+        norm_eps: epsilon of the q/k norms, unless `qk_norm_eps` is given.
         qk_norm_eps: epsilon of the q/k norms, if it differs from that of the model's other norms.
         impl: implementation of the operation, as for `tokenmix_core.ops.attention`.
 

@@ -12,7 +12,7 @@ from tokenmix_core.chunking import cdiv
 def attention_heads(
     name: str, hidden_size: int, num_heads: int, num_kv_heads: int | None, head_dim: int | None
 ) -> tuple[int, int]:
-    """Return key-value head count and head size; None stands for num_heads and hidden_size / num_heads.
+    """Return `num_kv_heads` (if None, `num_heads`) and `head_dim` (if None, `hidden_size` / `num_heads`).
 
     Raises:
         ValueError: head counts that do not divide; the message begins with `name`.

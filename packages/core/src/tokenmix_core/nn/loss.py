@@ -186,7 +186,10 @@ def _add_matmul(total: Tensor, a: Tensor, b: Tensor) -> None:
 
 
 def _eager_gradient_(logits: Tensor, words: int, labels: Tensor, ignore_index: int, wanted: bool) -> Tensor:
-    """Return the summed loss of a block of logits; if `wanted`, replace the logits by their gradient (padding: 0)."""
+    """Return the summed loss of a block of logits; if `wanted`, overwrite the logits with their gradient.
+
+    Columns of logits from `words` on are padding; their gradient is 0.
+    """
     counts = (labels != ignore_index).unsqueeze(1)
     target = labels.unsqueeze(1).masked_fill(~counts, 0)
     wide = at_least_float32(logits[:, :words])

@@ -39,7 +39,7 @@ class Mixer(KeepsFloat32):
             before the appended tokens; then only single rows and packed rows get more tokens.
         splits_sequences: whether the mixer's operations are those of `tokenmix_core.parallel`, so that rows can be
             split over ranks. Subclasses do not inherit the value.
-        splits_prompts: whether the states of rows that are split over ranks are right on every rank
+        splits_prompts: whether a call on rows that are split over ranks leaves the complete states on every rank
             (`modeling.split_prefill`). Subclasses do not inherit the value.
         packs_states: whether one call can continue several packed sequences, given only `cu_seqlens`: sequence i starts
             from row i of every state, and all states are of class `TensorState`. Subclasses do not inherit the value.

@@ -231,7 +231,11 @@ class PagedKVState(StatePart):
         self._stored = self._runs(k, *source), self._runs(v, *source), table, self.page * taken
 
     def _taken(self, counts: Tensor, number: Tensor) -> tuple[Tensor, Tensor]:
-        """Find a row's `number`-th taken run (from 1, clamped to the last); return its index in time and its head."""
+        """Find each row's `number`-th taken run (from 1, clamped to the last); return its index in time and its head.
+
+        `counts` are the cumulative counts of taken runs, over all runs of the first head, then of the second, and so
+        on.
+        """
         source, runs = torch.searchsorted(counts, number.minimum(counts[:, -1:])), counts.shape[1] // self.heads
         return source % runs, source // runs
 
@@ -261,7 +265,7 @@ class PagedKVState(StatePart):
         return Pages(*torch.stack((held.sum(1).max(), held.max())).tolist())
 
     def _reset_bounds(self) -> None:
-        """Set the bounds to the capacity, because the number of pages in use is unknown."""
+        """Set the upper bounds of the pages in use to the allocated pages, because the true number is unknown."""
         self._bound = _NONE if self._stored is None else self._capacity()
 
     def _ensure_pages(self, k: Tensor, take: Tensor, known: Pages | None) -> int:
