@@ -360,7 +360,10 @@ def declared_unspecialised(kernel: Any) -> list[bool]:
 
 
 def unspecialised(kernel: Any, names: list[str]) -> Any:
-    """Return a copy of the kernel that is not specialised for `names` and declared integers; None if impossible."""
+    """Return a copy of the kernel that does not specialise the parameters `names`; None if Triton lacks the means.
+
+    Parameters that the kernel itself declares in `do_not_specialize` stay unspecialised.
+    """
     if getattr(kernel, "params", None) is None:
         return None
     given = zip(argument_names(kernel), declared_unspecialised(kernel), strict=True)

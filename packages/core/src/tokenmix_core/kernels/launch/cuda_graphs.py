@@ -19,7 +19,11 @@ _VARIABLE = "TOKENMIX_DECODING_GRAPH"
 
 
 def wanted() -> bool:
-    """Tell whether the environment variable permits CUDA graphs in decoding; raise a ValueError unless it is 0 or 1."""
+    """Return False if the environment variable `TOKENMIX_DECODING_GRAPH` is 0: no CUDA graphs in decoding; else True.
+
+    Raises:
+        ValueError: the variable is neither 0 nor 1.
+    """
     return flag(_VARIABLE, True, "launch every kernel", "replay captured steps")
 
 

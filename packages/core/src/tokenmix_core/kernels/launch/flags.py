@@ -21,7 +21,11 @@ def flag(variable: str, default: bool, off: str, on: str) -> bool:
 
 
 def wanted() -> bool:
-    """Tell whether the environment variable permits the launch cache; raise a ValueError unless it is 0 or 1."""
+    """Return False if the environment variable `TOKENMIX_RECORD` is 0, which disables the launch cache, else True.
+
+    Raises:
+        ValueError: the variable is neither 0 nor 1.
+    """
     return flag(_VARIABLE, True, "run every call", "replay cached calls")
 
 

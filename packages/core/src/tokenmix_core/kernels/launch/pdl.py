@@ -29,7 +29,11 @@ enabled = _Enabled()
 
 
 def wanted() -> bool:
-    """Tell whether the environment variable permits PDL; raise a ValueError unless it is 0 or 1."""
+    """Return False if the environment variable `TOKENMIX_PDL` is 0, which disables PDL, else True.
+
+    Raises:
+        ValueError: the variable is neither 0 nor 1.
+    """
     if _OLD_VARIABLE in os.environ:
         warnings.warn(f"{_OLD_VARIABLE} is now called {_VARIABLE}", FutureWarning, stacklevel=2)
     variable = _OLD_VARIABLE if _OLD_VARIABLE in os.environ else _VARIABLE

@@ -137,7 +137,10 @@ class Capture(compat.Mode):
         return self._slots - 1
 
     def _find(self, x: Tensor) -> tuple[int, tuple | None] | None:
-        """Return a tensor's slot and view; None if it is neither allocated here nor at the start of an input."""
+        """Return the slot of x, and its view of the slot's tensor (None if x is the whole tensor).
+
+        Return None if x is neither a view of a tensor allocated in the call nor a view at an input's address.
+        """
         if id(x) in self._inputs:
             return self._inputs[id(x)], None
         if storage(x) not in self._made:

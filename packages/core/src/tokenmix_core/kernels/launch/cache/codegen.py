@@ -28,7 +28,8 @@ class Step(NamedTuple):
         call: an operation's `call(*args)`, or a launch's `pack(pointers)`, see `driver.packed`.
         launch: whether the step is a launch.
         args: an operation's arguments.
-        operands: a launch's addresses, `(index, slot, byte offset)`, or an operation's tensors, `(index, slot, view)`.
+        operands: the arguments that are tensors: `(argument index, slot, byte offset)` for a launch, `(argument index,
+            slot, view)` for an operation.
         result: the slot of an operation's result, None if it allocates nothing.
     """
 
@@ -201,7 +202,11 @@ def _slots(step: Step) -> list[int]:
 
 
 def _shared(steps: list[Step], kept: set[int]) -> tuple[dict[int, int], int]:
-    """Pack buffers used only by kernels into one allocation; return offsets and its size, or {} and 0 if too large."""
+    """Pack the buffers that only kernels use, without those in slots `kept`, into one allocation.
+
+    Return the offset of each packed slot, and the size of the allocation; {} and 0 if it would be too large or hold
+    fewer than two buffers.
+    """
     seen = {slot for step in steps if not step.launch for slot in _slots(step)} | kept
     used = {slot for step in steps for slot in _slots(step)}
     parts, size = {}, 0
