@@ -1,4 +1,4 @@
-"""Give each rank whole rows of some heads, for operations that need more than its own and preceding ranks' tokens."""
+"""Give each rank whole rows of some heads, for operations that need more than a rank's own and earlier tokens."""
 
 from __future__ import annotations
 
