@@ -1,4 +1,5 @@
-"""Two ablations of the paper's Table 6 (weighted sum of slots and window; no token shift), and the slots' share.
+"""Two ablations of the paper's Table 6 (weighted sum of slots and window; no token shift), and the slots' share of
+attention. The token shift delays each token's entry into the slots until it leaves the window.
 
 For the weighted sum, the fused operation computes the slots' output with `window=0`. Without the token shift, slots and
 window may hold the same token, which the fused operation does not support. Plain PyTorch then computes it on every
@@ -42,9 +43,8 @@ def delayed(
     state: SlotWindowState,
     cu_seqlens: Int[Tensor, "N_plus_1"] | None,
 ) -> Entering:
-    """Return which token enters the slots at each step t under the token shift: token t − W.
-
-    W is the size of the ring buffer of `state`, which contains the first W of these tokens.
+    """Return the token that enters the slots at each step t: token t − W. W is the size of the ring buffer of `state`
+    (0 without the token shift), which holds the tokens that enter in the first W steps.
     """
     window, tokens = state.window, k.shape[1]
     joined: tuple[Any, ...] = prepend(state, k, v, f, None, cu_seqlens)
@@ -90,7 +90,7 @@ def attend_jointly(
     *,
     carried: bool,
 ) -> tuple[Float[Tensor, "B T HQ V"], SlotWindowState | None]:
-    """Return the outputs of one softmax over window and slots, if slots may contain tokens that the window also has.
+    """Return the outputs of one softmax over window and slots without the token shift: both may contain the same token.
 
     Args:
         q: the queries that attend to the slots.

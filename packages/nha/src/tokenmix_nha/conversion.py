@@ -30,7 +30,7 @@ def convert(
 
     Args:
         model: a Llama, Qwen2, Qwen3 or Qwen3-MoE language model of transformers.
-        windows: one window for all layers, or a list.
+        windows: one window for all layers, or a list with one per layer.
         slots: M, number of slots of every key head; 0 for none.
         gate_normalizer: τ, by which the log-gates are divided.
 
@@ -64,7 +64,7 @@ def convert(
 
 @torch.no_grad()
 def pooled_gates(model: PreTrainedModel, slots: int) -> dict[str, Float[Tensor, "rows D"]]:
-    """Return the gates' weights and biases by name: key projections, with each head's channels averaged to M slots."""
+    """Return the gates' weights and biases by name: key projections, with each head's K rows average-pooled to M."""
     gates: dict[str, Tensor] = {}
     if not slots:
         return gates

@@ -35,7 +35,7 @@ _BINS = 64
 
 @contextmanager
 def observed_shares(mixers: list[NhaMixer]) -> Iterator[list[list[Tensor]]]:
-    """Context manager: collect the slots' share ω_L `[B, T, HQ]`, a list per mixer with an entry per uncached call."""
+    """Context manager: yield a list per mixer, to which each call without a cache appends its ω_L `[B, T, HQ]`."""
     for mixer in mixers:
         mixer.shares = []
     try:

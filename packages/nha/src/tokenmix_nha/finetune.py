@@ -24,7 +24,7 @@ MERGED = "merged"
 
 
 def finetune(checkpoint: str, stage: int, *, rank: int = 16) -> Recipe:
-    """Return the recipe of one stage: 5B tokens of SlimPajama in rows of 2,048 tokens, by the checkpoint's tokenizer.
+    """Return the recipe of one stage: 5B tokens of SlimPajama, by the checkpoint's tokenizer, in rows of 2,048 tokens.
 
     Stage 1 trains the attention and freezes all other weights; stage 2 trains LoRA on all weights.
 
@@ -104,7 +104,7 @@ def with_lora(model: Any, rank: int) -> Any:
 
 
 def merge_lora(checkpoint: str, adapter: str | Path, out: str | Path) -> Any:
-    """Merge the adapter in a folder into the checkpoint's weights; save the model and its tokenizer to `out`."""
+    """Merge the adapter in the folder `adapter` into the checkpoint's weights; save model and tokenizer to `out`."""
     peft = require("peft", "peft", "tokenmix-nha")
     model = peft.PeftModel.from_pretrained(
         from_pretrained(AutoModelForCausalLM, checkpoint, local_files_only=True), adapter

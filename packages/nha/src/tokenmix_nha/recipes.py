@@ -74,7 +74,7 @@ def paper(size: str, windows: Window | list[Window] | None = None, **changes: An
 
 
 def drawn(recipe: Recipe, windows: list[Window] = RANDOM_WINDOWS) -> Recipe:
-    """Return the recipe with a random window for every layer and step (paper, Figure 4), which prepares `search`."""
+    """Return the recipe with a window drawn for every layer and step (paper, Figure 4); its models suit `search`."""
     return replace(
         recipe,
         name=f"{recipe.name}-random",
@@ -107,8 +107,7 @@ ABLATIONS: dict[str, dict[str, Any]] = {
     "learned-positions": {"positions": "learned"},
     "no-window": {"window": 0},
 }
-# an ablation changes nothing else, as in the paper; some models therefore differ from NHA in their parameter counts, by
-# these fractions
+# fractions by which models have more parameters than NHA: an ablation changes only the options above, as in the paper
 UNMATCHED: dict[str, dict[str, float]] = {
     "no-slots": {"340m": -0.037, "100m": -0.041, "small": -0.059},
     "slots32-window32": {"340m": -0.019, "100m": -0.021, "small": -0.029},

@@ -84,7 +84,9 @@ def _chunk_gla(q, k, v, g, factor: float, initial_state: Tensor | None, cu_seqle
 def scanned_at_once(
     cu_seqlens: Int[Tensor, "N_plus_1"] | None, *, carried: bool
 ) -> list[tuple[slice, slice, Int[Tensor, "N_plus_1"] | None]]:
-    """Return (token slice, state slice, boundaries) of each scan: one scan, or one per sequence if `carried`."""
+    """Return (token slice, state slice, boundaries) of each scan: one for all tokens or, if packed sequences have
+    initial states (`carried`), one per sequence.
+    """
     if cu_seqlens is None or not carried:
         return [(slice(None), slice(None), cu_seqlens)]
     return [(slice(a, b), slice(n, n + 1), None) for n, (a, b) in enumerate(pairwise(cu_seqlens.tolist()))]

@@ -29,7 +29,8 @@ class GatedScan:
         x: `[N, T, H, D]`, the entering vectors.
         g: `[N, T, H, M]`, natural log of the gates, ≤ 0.
         state: `[N, H, M, D]`, S before the first token; None stands for zero.
-        cu_seqlens: boundaries of sequences packed into one row, each of which starts from S = 0; then no `state`.
+        cu_seqlens: boundaries of sequences packed into one row, each of which starts from S = 0; `state` must then be
+            None.
     """
 
     def __init__(
