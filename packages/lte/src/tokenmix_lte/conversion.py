@@ -70,7 +70,7 @@ def convert(
 
 @torch.no_grad()
 def _new_scorer(options: dict[str, Any], prefix: str, model: PreTrainedModel) -> dict[str, Tensor]:
-    """Return by name a new scorer's weights, and the weights of its sparsity loss."""
+    """Return, by parameter name, the weights of a new scorer and the initial factors λ of its sparsity loss."""
     heads, scorer = options["num_kv_heads"], options["scorer"]
     made = make_scorer(scorer, heads, 2 * options["head_dim"], options["dropout"], None)
     if made is None:

@@ -15,7 +15,8 @@ from tokenmix_lte.training import steer_sparsity
 
 
 def finetune(checkpoint: str, *, scorer: bool = False) -> Recipe:
-    """Return a recipe that finetunes on 2B tokens of FineWeb-Edu, in rows of 4,096 of the checkpoint's tokens.
+    """Return a recipe that finetunes on 2B tokens of FineWeb-Edu, by the checkpoint's tokenizer, in rows of 4,096
+    tokens.
 
     Unless `scorer`, all weights and the scorers are trained together, as in the paper's pretraining. The factor λ of
     each head's sparsity loss adapts until the head retains about as many keys of a row as its layer's cap.

@@ -239,9 +239,9 @@ class Nsa(Mixer):
     def _continue_packed(self, q: Tensor, k: Tensor, v: Tensor, state: LayerState) -> Branches:
         """Return the branches' outputs for sequences that continue from different lengths; store their tokens.
 
-        Keys are gathered so that all sequences end in the last block. All queries then have the same shift, and no list
-        has blocks before a sequence's first. Rows that have no token in the call get queries of 0, whose outputs are
-        discarded.
+        Keys are gathered so that all sequences end in the last block. All queries then have the same shift, and no
+        query's list of blocks has one before its sequence's first. Rows that have no token in the call get queries of
+        0, whose outputs are discarded.
         """
         kv, pooled, span, block = state.kv, state.pooled, state.span, self.block
         rows, before, after, device = span.rows, span.before, span.after, q.device

@@ -85,8 +85,8 @@ def _with_nsa(recipe: Recipe, name: str, description: str, options: dict[str, An
     )
 
 
-# LTE options of the recall models, by size: a query sees at most window + cap tokens, fewer than the key-value pairs
-# occupy: the first half of a row
+# LTE options of the recall models, by size: a query sees at most window + cap tokens, fewer than those of the key-value
+# pairs, which fill the first half of a row
 _RECALL = {
     "small": {"num_heads": 2, "window": 64, "cap": 128, "sinks": 4},
     "100m": {"num_heads": 6, "window": 128, "cap": 256, "sinks": 4},

@@ -115,7 +115,7 @@ class ConvScorer(Scorer):
 
 
 class MlpScorer(Scorer):
-    """An MLP of each token's key and value (LTE-MLP): half as many hidden channels, SiLU, and a linear map.
+    """An MLP of each token's key and value (LTE-MLP): a layer with half as many outputs as inputs, SiLU, a linear map.
 
     Args:
         heads: key heads H.

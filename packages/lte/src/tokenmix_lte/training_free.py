@@ -49,7 +49,7 @@ def in_constant_memory(model: Any, method: Method, *, held: int = 1024) -> LteFo
 
 
 def _options(attention: dict[str, Any], method: Method, held: int) -> dict[str, Any]:
-    """Return the options of the layer, with at most `held` tokens, in place of one with the options `attention`."""
+    """Return the options of a layer that holds at most `held` tokens, from the options `attention` of a full one."""
     kept = {name: x for name, x in attention.items() if name not in ("type", "window", "sinks", "impl")}
     if method == "tova":
         return {**kept, "type": "tova", "held": held}

@@ -57,11 +57,12 @@ def retention_logits(
         dropout: probability that an element of a convolution's input is set to 0, rounded to a multiple of 2⁻¹⁵; other
             elements are divided by 1 − dropout. The mask is a hash of a random seed and the element's index, equal in
             all implementations.
-        impl: "triton" (three convolutions, three offsets 1 or 2 apart, K = V, up to 64 channels), "gluon" (for Hopper:
-            the same, but bfloat16 or float16, layers of 16, 32 or 64 channels, and at most 32 in the second layer if
-            keys and the first layer have 64), "reference" (any device), or None: for CUDA tensors the Gluon kernels or
-            else the Triton kernels if they support the scorer, otherwise the reference. For k in bfloat16 or float16,
-            the kernels' matmuls have operands of that dtype and float32 sums; all other computations are in float32.
+        impl: "triton" (three convolutions; three offsets, 1 or 2 apart, with 0 among them; K = V, up to 64 channels, no
+            float64), "gluon" (for Hopper: the same, but bfloat16 or float16, layers of 16, 32 or 64 channels, and at
+            most 32 in the second layer if keys and the first layer have 64), "reference" (any device), or None: for
+            CUDA tensors the Gluon kernels or else the Triton kernels if they support the scorer, otherwise the
+            reference. For k in bfloat16 or float16, the kernels' matmuls have operands of that dtype and float32 sums;
+            all other computations are in float32.
 
     Returns:
         Logits `[B, T, H]`, float32 (float64 for float64 inputs).

@@ -27,7 +27,8 @@ def scorer_layer_backward_kernel(
     BT: tl.constexpr, BC: tl.constexpr, BO: tl.constexpr, LAYER: tl.constexpr, TAPS: tl.constexpr,
     FIRST: tl.constexpr, STEP: tl.constexpr, DROPOUT: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
-    """Compute the gradient of C input channels of a layer, for `tiles` tiles of BT tokens, from dz, the gradient of z.
+    """Compute the gradients of C input channels of a layer and of their weights from dz, the gradient of z; the
+    weights' gradients are sums over the program's `tiles` tiles of BT tokens.
 
     z is the output of the layer before SiLU. In layer 0, the programs of part 0 have keys as x, and those of part 1
     have values as `other`. All other layers have no `other`: x is z of the preceding layer, whose gradient is stored.

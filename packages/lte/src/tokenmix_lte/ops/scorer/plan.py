@@ -28,8 +28,8 @@ def hopper_limit(K: int, outs: Sequence[int]) -> str | None:
 def takes_gluon(impl: str | None, device: torch.device, dtype: torch.dtype, K: int, outs: Sequence[int]) -> bool:
     """Return True if the Gluon kernels should compute a call; they do so whenever they support it.
 
-    They also score the few tokens of a decoding step, in which the Triton kernels are as fast, because a token's logit
-    must be bit-identical in a prompt and in decoding.
+    They also score the tokens of a decoding step, although the Triton kernels are as fast there: a token's logit must
+    be bit-identical in a prompt and in decoding.
 
     Raises:
         ValueError: `impl` is "gluon", but the Gluon kernels do not support the call.

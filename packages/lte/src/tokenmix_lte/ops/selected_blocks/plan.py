@@ -51,8 +51,8 @@ def limit(K: int, V: int, block_size: int | None, q: Tensor) -> str | None:
 def pairs_per_run(U: int) -> int:
     """Return the number of consecutive (query, block) pairs in a run, which one program ranks; a row has U blocks.
 
-    A program compares each pair with all pairs of its run, and reads one count from each of the row's U /
-    `pairs_per_run` runs, which are at most 8 for U ≤ 4,096.
+    A program compares each pair with all pairs of its run, which favours short runs. Each run stores U counts, which
+    favours long ones: these are U / `pairs_per_run` counts per pair, at most 8 for U ≤ 4,096.
     """
     return min(512, max(128, next_power_of_2(U) // 8))
 
