@@ -72,8 +72,8 @@ class NatsLLayer(Mixer):
         weights: the input of the operations' weights: "queries", the layer's "inputs" (*Weights From X*), or "none".
         softmax_share: fraction of softmax chunks that each head should have; a threshold adapts to it
             (`ShareThreshold`).
-        budget: target of the mean *probability* of softmax in an auxiliary loss; the fraction may differ widely from
-            it. None for no such loss. The paper has neither `softmax_share` nor `budget`.
+        budget: target of the mean *probability* of softmax in an auxiliary loss; None for no such loss. The fraction of
+            softmax chunks may differ widely from this target. The paper has neither `softmax_share` nor `budget`.
         budget_weight: factor of the auxiliary loss.
         norm_eps: epsilon of all norms.
         impl: implementation of the operations, None, "triton" or "reference".
