@@ -1,4 +1,4 @@
-"""Chunk types and both operations as one operator for torch.export: the graph has no size that depends on chunks."""
+"""Chunk types and both operations as one operator for torch.export: no size in the graph depends on chunks."""
 
 from __future__ import annotations
 
