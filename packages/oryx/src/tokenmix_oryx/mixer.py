@@ -239,7 +239,9 @@ class OryxMixer(Mixer):
 
     def _fuses(self, x: Tensor) -> bool:
         """True if `mix` can compute this layer: kernels run, rows are not split over ranks, attention has no L2 norm,
-        and the layer has convolutions, gate and norm, the convolutions and the norm plain (`is_plain`)."""
+        the layer has a gate and convolutions, and no hooks or subclasses change its convolutions and its norm
+        (`is_plain`).
+        """
         parts = (self.k_conv, self.v_conv, self.g_proj)
         kernels = resolve_impl("OryxMixer", self.impl, x, GLUON) != "reference"
         if current_shard() is not None or not kernels or None in parts or self.attention_l2_norm != "none":

@@ -38,7 +38,9 @@ def token_order(attention: Bool[Tensor, "B T"]) -> TokenOrder:
 
 
 def can_group(x: Tensor, *layers: nn.Module | None) -> bool:
-    """True if a grouped GEMM can read group sizes on the device, and may read the layers' weights."""
+    """True if torch's grouped GEMM reads group sizes on this device (bfloat16 on sm_90 or sm_100), and layers are
+    plain.
+    """
     dtype = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else x.dtype
     if (
         not x.is_cuda
