@@ -27,7 +27,7 @@ from tokenmix_lte.training_free import Method
 
 
 class Experiment(NamedTuple):
-    """A contestant on a task in a division (`DIVISIONS`): tuning runs select a rate, then reported runs follow."""
+    """A contestant on a task in a division (`DIVISIONS`): tuning runs select the learning rate of the reported runs."""
 
     division: str
     task: str

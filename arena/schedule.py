@@ -33,7 +33,9 @@ class Schedule:
         return median(measured) if measured else median(others) if others else self.comparison.size.speed
 
     def minutes(self, run: Run) -> float:
-        """Return a run's expected minutes on one GPU: training and its task's median evaluation, if any was timed."""
+        """Return a run's expected minutes on one GPU: training and, unless it is a tuning run, its task's median
+        evaluation. That is taken as 0 until an evaluation of the task has been timed.
+        """
         seconds = recipe_of(run, self.comparison.size).optimizer.total_tokens / self.speed(run)
         if run.seed not in tuning_seeds(self.comparison.size):
             seconds += median(self._evaluations.get(run.task, [0.0]))

@@ -1,4 +1,4 @@
-"""Metrics of results by table row, column and seed: the values of test examples, and whether a run has learned."""
+"""Metrics of results by variant (row of a table), metric (column) and seed, and whether a run has learned its task."""
 
 from __future__ import annotations
 

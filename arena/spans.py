@@ -62,7 +62,9 @@ class Hashes:
         return ends if len(ends) and ends[-1] == len(self.data) else np.append(ends, len(self.data))
 
     def windows(self, least: int) -> tuple[UInt64[np.ndarray, "n"], Int[np.ndarray, "n"], Int[np.ndarray, "n"]]:
-        """Return hash, first and last line of windows: each is the fewest lines of `least` bytes or more."""
+        """Return hash, first and last line of each line's window: the fewest lines from it on with at least `least`
+        bytes. A line after which too few bytes follow has no window.
+        """
         ends = self.line_ends()
         starts = np.concatenate([[0], ends[:-1]])
         last = np.searchsorted(ends, starts + least)
