@@ -47,7 +47,8 @@ def one_at_a_time(folder: Path) -> Iterator[None]:
 
 
 class FolderLock:
-    """An exclusive lock on a folder, used in a `with` block; creates the folder, and at the end removes it if empty.
+    """An exclusive lock on a folder, used in a `with` block; a folder that it has created is removed at the end if
+    empty.
 
     Args:
         folder: the folder that is written.

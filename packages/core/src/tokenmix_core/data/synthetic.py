@@ -252,7 +252,7 @@ def niah(
             boundary between words.
         haystack: words of the running text for S-NIAH-2 and -3. An example takes a random range of them, and continues
             with the first word after the last.
-        seed, index: with the task and `max_tokens`, they determine key, value and span.
+        seed, index: with the task and `max_tokens`, they determine key, value and range of the haystack.
 
     Raises:
         ValueError: an unknown task, a missing haystack, or `max_tokens` too few for the needle and its question.

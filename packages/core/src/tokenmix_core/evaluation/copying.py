@@ -78,9 +78,9 @@ def copy_needs(options: EvalOptions) -> int:
 def copy_suite(model: Any, tokenizer: Any, options: EvalOptions) -> SuiteResult:
     """Measure the loss on a held-out passage's second copy, at the end of a sequence, by the distance between copies.
 
-    The same passages are also measured at the same position in sequences without a first copy. "saved" is the loss
-    there minus the loss of the second copy, that is the gain by recall; its standard error is taken over passages. The
-    sequence length is the largest of `options.lengths` (2,048 tokens by default).
+    The same passages are also measured at the same position in sequences without a first copy. "saved" is the loss in
+    the latter minus the loss of the second copy, that is the gain by recall; its standard error is taken over passages.
+    The sequence length is the largest of `options.lengths` (2,048 tokens by default).
     """
     length = options.one_length("copy", DEFAULT_LENGTH)
     limit, batch_size = options.limit or 64, options.batch_size or 8

@@ -195,7 +195,7 @@ def check_suites(names: Sequence[str], suites: Mapping[str, Suite]) -> None:
 
 
 def check_read(names: Sequence[str], options: EvalOptions, suites: Mapping[str, Suite]) -> None:
-    """Refuse options that are set but that none of the named suites reads.
+    """Check that each option that is set is read by at least one of the named suites.
 
     Raises:
         ValueError: an option is set that none of the named suites reads.
