@@ -255,7 +255,7 @@ def state_layout(op: str, state_v_first: bool, more: dict[str, Any]) -> bool:
 
 
 def as_values(v: Tensor, *tensors: Tensor) -> list[Tensor]:
-    """Round float32 tensors to the dtype of a 16-bit v, because FLA accepts these dtypes and our kernels do not."""
+    """Round float32 tensors to the dtype of v if it has 16 bits; FLA accepts such a mixture, our kernels do not."""
     half = isinstance(v, Tensor) and v.dtype in (torch.float16, torch.bfloat16)
     return [x.to(v.dtype) if half and isinstance(x, Tensor) and x.dtype == torch.float32 else x for x in tensors]
 

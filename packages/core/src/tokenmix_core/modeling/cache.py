@@ -194,7 +194,7 @@ class HybridCache(Cache):
 
     @property
     def known_lengths(self) -> list[int]:
-        """The length of each sequence, or one value if all are equal; synchronises, if fixed only at the first use."""
+        """The length of each sequence, or one value if all are equal; synchronises, but only once in a fixed cache."""
         if self._lengths_equal:
             return [self.past]
         if self._read is None or not self.fixed:
@@ -208,7 +208,7 @@ class HybridCache(Cache):
 
     @contextmanager
     def capturing(self) -> Iterator[None]:
-        """Context manager: capture a decoding step, and restore the host's counters, because nothing was computed."""
+        """Context manager for the capture of a decoding step, which computes nothing: restores the host's counters."""
         length, past = self.length, self.past
         try:
             yield

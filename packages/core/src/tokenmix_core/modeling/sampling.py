@@ -128,7 +128,10 @@ class Sampler:
         self._host_length += 1
 
     def ask(self, first: int, length: int) -> tuple[int | None, list[list[int]]]:
-        """Synchronise; return the length at which all sequences had ended (or None), and a range of their tokens."""
+        """Synchronise; return the length at which all sequences had ended, or None, and tokens `first` to `length` − 1.
+
+        The second value has one list of tokens per sequence.
+        """
         new = self.tokens[:, first:length]
         last, *flat = torch.cat((self.ends.max().unsqueeze(0), new.flatten())).tolist()
         width = length - first
