@@ -24,7 +24,7 @@ GPT2_VOCAB, LLAMA2_VOCAB = 50257, 32000
 def tiny() -> Recipe:
     """Return a recipe for two CPU cores: a hybrid (one attention layer to three GDN) on Python's standard library.
 
-    Its 250 steps finish within three minutes. The sample that is printed at the end begins inside a class: a model of
+    Its 250 steps finish within three minutes. At the end the model continues the first lines of a class: a model of
     this size has learnt the form of Python, but cannot yet copy names from the prompt.
     """
     recipe, step = tiny_setting(), 2**11
@@ -86,17 +86,17 @@ def _tiny_variant(name: str, mixer: str, **options: Any) -> Recipe:
 
 
 def tiny_transformer() -> Recipe:
-    """Return a recipe for Transformer++ with the data and schedule of `tiny`."""
+    """Return a recipe for Transformer++ with the data and schedule of `tiny_setting`."""
     return _tiny_variant("tiny-transformer", ATTENTION, num_heads=4)
 
 
 def tiny_gdn() -> Recipe:
-    """Return a recipe for Gated DeltaNet without attention, with the data and schedule of `tiny`."""
+    """Return a recipe for Gated DeltaNet without attention, with the data and schedule of `tiny_setting`."""
     return _tiny_variant("tiny-gdn", GDN, num_heads=2, head_dim=64, expand_v=1.0)
 
 
 def tiny_mamba2() -> Recipe:
-    """Return a recipe for Mamba-2 with MLPs, with the data and schedule of `tiny`."""
+    """Return a recipe for Mamba-2 with MLPs, with the data and schedule of `tiny_setting`."""
     return _tiny_variant("tiny-mamba2", MAMBA2, expand=1.0, head_dim=64, state_size=64)
 
 

@@ -75,8 +75,8 @@ class MetricsFile(TrainerCallback):
             return
         known = [{"step": line.pop("step"), **line} for line in map(dict, state.log_history) if "step" in line]
         written = [line for line in _readable_lines(self.path) if line.get("step", 0) <= state.global_step]
-        # prefer the file's line if it has more values: older callbacks added values after the Trainer had stored the
-        # line
+        # a line is lost if no line of the file has all its values; lines of the file may have more, because earlier
+        # versions added values after the Trainer had stored the line
         lost = [line for line in known if not any(line.items() <= other.items() for other in written)]
         lines = sorted([*written, *lost], key=lambda line: (line.get("step", 0), "train_runtime" in line))
         if lines or self.path.exists():
@@ -125,7 +125,7 @@ def _logged(line: bytes) -> dict[str, Any]:
 
 
 class StopOnSignal(TrainerCallback):
-    """Stops training with a checkpoint after the current step at Ctrl-C or SIGTERM; a second signal ends it at once.
+    """At Ctrl-C or SIGTERM, finishes the step, writes a checkpoint and stops; a second signal ends the process at once.
 
     Signals within one second count as one, because `timeout` and job schedulers signal the process and then its process
     group. Ranks exchange after every step whether they got a signal, on the CPU, so that no GPU waits.

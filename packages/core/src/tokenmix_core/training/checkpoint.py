@@ -95,7 +95,7 @@ def check_checkpoint(folder: Path, identity: Mapping[str, Any]) -> None:
 
 
 def _widened(saved: Any, wanted: Any) -> Any:
-    """Return `saved`, a corpus's fingerprint; or `wanted`, if `saved` has the old form that covers only the tokens."""
+    """Return `wanted` if `saved`, a corpus's fingerprint, is the old form of it, without documents; else `saved`."""
     old_form = isinstance(saved, str) and isinstance(wanted, str) and wanted.startswith(f"{saved} documents ")
     return wanted if old_form else saved
 

@@ -215,7 +215,10 @@ class GraphedStep:
         return losses
 
     def _give_up(self, why: str) -> None:
-        """Warn, drop all graphs and run eagerly from now on; random values may then come from another generator."""
+        """Warn, drop all graphs and run eagerly from now on.
+
+        Drop also intact graphs: a failed capture may replace the state of the random generator that they use.
+        """
         warnings.warn(f"training continues kernel by kernel: {why}", stacklevel=5)
         self._failed = True
         self.graphs.clear()

@@ -94,9 +94,9 @@ class GrowingRows(Dataset):
 
     The size P of an example is `largest`, `largest` / 2, `largest` / 4, … or 2, with equal probability. If `packed`,
     its length is 4P, 8P, 16P, … tokens, at least 16 and at most T. Models learn recall faster from short examples.
-    Therefore the sizes become available one by one over the first `ramp_rows` rows, at shrinking intervals, and no
-    example is longer than 16 times the largest available size. A subclass defines `examples`, which makes examples, and
-    `draws`, which returns the random generator for a row's size and length.
+    Therefore the sizes become available one by one over the first `ramp_rows` rows, at shrinking intervals, and packed
+    examples have at most 16 times as many tokens as the largest available size. A subclass defines `examples`, which
+    makes examples, and `draws`, which returns the random generator for a row's size and length.
 
     Args:
         seq_len: T, number of tokens in a row.
@@ -198,10 +198,12 @@ class NiahRows(Dataset):
     Args:
         task: "s-niah-1", "s-niah-2" or "s-niah-3".
         tokenizer: turns the text into tokens.
-        text: running text in which facts are placed, for the second and the third task.
+        text: running text in which facts are placed, for the second and the third task; None for the first, in which a
+            sentence is repeated.
         seq_len: T, number of tokens in a row.
         seed: seed of the rows, each of which depends only on the seed and its index.
-        packed: whether to fill each row with examples, with boundaries between them; if False, an example is a row.
+        packed: whether to fill each row with examples, with boundaries between them; if False, a row is one example,
+            followed by end tokens.
         ramp_rows: number of rows over which examples grow; 0 if they have full size from the start.
 
     Raises:
@@ -244,7 +246,10 @@ class NiahRows(Dataset):
     def _example(
         self, rng: np.random.Generator, haystack: list[int], longest: int, facts: int
     ) -> tuple[list[int], list[int]]:
-        """Return tokens and labels of an example with at most `facts` facts; empty lists if not even one fact fits."""
+        """Return tokens and labels of an example of at most `longest` tokens and `facts` facts.
+
+        The lists are empty if not even one fact fits.
+        """
         drawn = {needle.key: needle for needle in (synthetic.needle(self.task, rng) for _ in range(facts))}
         hidden, asked, free = [], [], longest - 1
         for needle in drawn.values():
@@ -301,9 +306,9 @@ class NiahRows(Dataset):
 class MixedRows(Dataset):
     """A dataset of `length` rows that mixes several datasets in fixed proportions.
 
-    All blocks of 1,000 rows are mixed alike: a dataset has its share of `weights`, rounded, and one random order, drawn
-    from `seed`, serves every block. The rows of each dataset keep their order. `inputs` maps a
-    row's index to further inputs of the model, which are added to the row.
+    Each block of 1,000 rows has rows of all datasets in proportion to `weights`, rounded, in a random order that is
+    drawn from `seed` and is the same in all blocks. The rows of each dataset keep their order. `inputs` maps a row's
+    index to further inputs of the model, which are added to the row.
 
     Raises:
         ValueError: a weight that is not positive, or so small that a block would have no row of its dataset.

@@ -88,8 +88,8 @@ class RecipeTrainer(ShardedTrainer):
         # True: our models divide the summed loss by num_items_in_batch themselves
         self.model_accepts_loss_kwargs = True
         self._redirected: Path | None = None
-        # auxiliary losses of the last micro-batch; their sums since the last line of the log; number of steps before
-        # that line
+        # auxiliary losses of the last micro-batch; their sums since the last line of the log; number of steps done when
+        # these sums began
         self._terms: dict[str, Tensor] = {}
         self._auxiliary: dict[str, Tensor] = {}
         self._steps_before = 0

@@ -17,7 +17,8 @@ def fitted(model: Mapping[str, Any], given: Mapping[str, Sequence[Sequence[str]]
 
     Args:
         model: the fields after all flags were applied.
-        given: the fields that flags set, by name, each with the keys below it that were set.
+        given: for each field that flags set, the paths of the entries that were set inside it, such as
+            `["gated_delta_net", "num_heads"]`; an empty path stands for the whole field.
     """
     model, lines = dict(model), []
     labels, options = model.get("mixers"), model.get("mixer_options") or {}
@@ -45,7 +46,7 @@ def fitted(model: Mapping[str, Any], given: Mapping[str, Sequence[Sequence[str]]
 
 
 def _labels(labels: list[str], layers: int) -> list[str]:
-    """Return `layers` labels: repeat a shorter pattern; of a longer one take a section with the most distinct ones."""
+    """Return `layers` labels: repeat a shorter pattern; of a longer one take the section with most distinct labels."""
     if layers >= len(labels):
         return (labels * (layers // len(labels) + 1))[:layers]
     parts = [labels[i : i + layers] for i in range(len(labels) - layers + 1)]

@@ -20,7 +20,7 @@ def check_folder(output_dir: Path, *, resume: bool) -> None:
 
     Raises:
         ValueError: the folder holds files other than those of a run without a checkpoint; or it holds a checkpoint
-            although `resume` is False; or another process writes to it.
+            although `resume` is False. The message says so if another process is writing to the folder.
     """
     check_folder_path(output_dir)
     saved = checkpoint.checkpoint_steps(output_dir)
@@ -47,7 +47,7 @@ def _only_begun(output_dir: Path, found: list[Path]) -> bool:
 
 
 def run_lock(output_dir: str | Path, *, resume: bool = False) -> AbstractContextManager[Any]:
-    """Return the lock of a run's folder, which one process at a time can hold; hold it while writing to the folder.
+    """Return the lock of a run's folder, to be held while writing there; rank 0 takes it for all ranks of the run.
 
     If `resume`, the folder may contain a run, which is continued.
 

@@ -20,7 +20,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
-# number of beats that a rank may miss before it counts as gone, after a collective operation has also failed
+# number of beats that a rank may miss before it counts as gone, once a collective operation has failed; before that,
+# the timeout decides
 _MISSED_BEATS = 5
 _RUNS = 0
 

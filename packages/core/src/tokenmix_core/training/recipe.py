@@ -63,7 +63,7 @@ class DataRecipe:
     Attributes:
         sources: one or several of "stdlib" (the built-in corpus), "mqar", "copying", "selective-copying", "s-niah-1" to
             "s-niah-3", or the folder of a token file made by `data prepare`.
-        weights: the fraction of rows from each source; if none is given, all sources have equal fractions.
+        weights: relative numbers of rows from the sources, such as 3 1; if none is given, they are equal.
         tokenizer: "bytes", or the name of a tokenizer on the hub, or its folder.
         seq_len: tokens in a row.
         documents: "separate" keeps the documents of a batch apart (packed, with `cu_seqlens`); "joined" lets the
@@ -109,7 +109,7 @@ class OptimizerRecipe:
 
     The learning rate rises linearly from `initial_learning_rate` to `learning_rate` over `warmup_tokens`, then falls
     along half a cosine to `min_learning_rate` at `total_tokens`. Weight decay applies to matrices, not to vectors
-    (norms, biases, gates).
+    (norms, biases, decay rates).
 
     Attributes:
         total_tokens: tokens to train on, as a number or in a form such as 15B or 2**19.

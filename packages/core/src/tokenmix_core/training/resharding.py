@@ -37,7 +37,7 @@ class MemoryPlan(NamedTuple):
         available: memory of the device or, on a CPU, the rank's share of the host's memory.
         kept: peak with FSDP2 if gathered parameters and their gradients are kept until the end of a step.
         replicated: peak with DDP instead of FSDP2.
-        layers: number of layers that may share FSDP2 units.
+        layers: the number of layers if units of FSDP2 may hold several; 1 if each must be a unit of its own.
         layer: size of a layer's float32 parameters.
     """
 

@@ -23,7 +23,7 @@ class ShardedTrainer(Trainer):
 
     A checkpoint contains whole weights and optimizer states, in the files that a single process would write; with
     `sharded_checkpoint` it contains each rank's shards. `reshard`: whether to free gathered parameters after each layer
-    instead of after each step.
+    instead of after each step. `unit_layers`: number of layers whose parameters are gathered together.
     """
 
     sharded_checkpoint = False

@@ -59,7 +59,7 @@ class TrainResult:
         step: number of optimizer steps done.
         loss: the last logged training loss, in nats per token.
         interrupted: whether a signal stopped the run before its end.
-        seconds: wall-clock time of the training loop.
+        seconds: wall-clock time of training and of writing the final model.
     """
 
     output_dir: Path

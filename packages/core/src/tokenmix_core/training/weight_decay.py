@@ -1,4 +1,4 @@
-"""Select the parameters to which weight decay applies: matrices, but not norms, biases, gates and decay rates."""
+"""Select the parameters to which weight decay applies: matrices, but no vectors (norms, biases, decay rates)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import nn
 
 
 def decay_parameter_names(model: nn.Module) -> list[str]:
-    """Return the names of parameters with weight decay: matrices, not norms, biases and vectors (A_log, dt_bias, D)."""
+    """Return the names of the parameters of two or more dimensions; others (norms, biases, A_log) do not decay."""
     return [name for name, p in model.named_parameters() if p.dim() >= 2]
 
 
