@@ -107,7 +107,8 @@ ABLATIONS: dict[str, dict[str, Any]] = {
     "learned-positions": {"positions": "learned"},
     "no-window": {"window": 0},
 }
-# fractions by which models have more parameters than NHA: an ablation changes only the options above, as in the paper
+# fractions by which models have more parameters than NHA (negative: fewer), since, as in the paper, an ablation changes
+# only the options above
 UNMATCHED: dict[str, dict[str, float]] = {
     "no-slots": {"340m": -0.037, "100m": -0.041, "small": -0.059},
     "slots32-window32": {"340m": -0.019, "100m": -0.021, "small": -0.029},

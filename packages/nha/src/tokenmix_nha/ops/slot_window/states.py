@@ -310,8 +310,8 @@ def _empty_local(config: tuning.ScanConfig, x: Inputs, y: Layout) -> Local:
 
 
 def _carry(launch, config: tuning.ScanConfig, y: Layout, outer: tuple, local: Local, backward: bool) -> None:
-    """Overwrite each segment's final slots in `local` with the slots that enter it; if `backward`, each segment's local
-    gradients of its entering slots with the gradients of its final slots.
+    """Replace the LOCAL results by those of the whole scan: each segment's final slots by the slots that enter it or,
+    if `backward`, each segment's gradients of its entering slots by the gradients of its final slots.
     """
     for slots, local_slots, D in ((outer[0], local.local_k, y.K), (outer[1], local.local_v, y.V)):
         launch(

@@ -44,7 +44,7 @@ SHORT_WINDOW = 64
 
 
 def slot_tile(slots: int, dtype: torch.dtype, own_keys: bool, group: int) -> int:
-    """Return the number of slots of a tile in memory, masked ones too; see README.md, "Tiles of 16 and 32 slots"."""
+    """Return the slots of a tile in memory, masked ones included; see README.md, "Tiles of 16 and 32 slots"."""
     return slots if dtype == torch.float32 else max(slots, _MIN_TILE_GENERAL if own_keys or group > 1 else _MIN_TILE)
 
 
