@@ -135,7 +135,7 @@ def _first_retained(stays: Bool[Tensor, "N H left"], cap: int) -> tuple[Int[Tens
 
 
 def _newest(length: int, size: int, total: int, device: torch.device) -> Int[Tensor, "size"]:
-    """Return for each entry of a `_ring` buffer the index of its token among `length` tokens; undefined if unused."""
+    """Return each `_ring` entry's token as an index into the last `length` of `total` tokens; undefined if unused."""
     if total < size:
         return torch.arange(length - total, length - total + size, device=device).clamp(max=length - 1)
     return torch.arange(length - size, length, device=device).roll(total % size)

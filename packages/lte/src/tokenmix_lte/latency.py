@@ -108,9 +108,9 @@ def prefill_latency(model: Any, ids: Int[Tensor, "B T"], *, runs: int = RUNS) ->
 def decode_latency(model: Any, ids: Int[Tensor, "B T"], *, steps: int = STEPS) -> dict[str, Any]:
     """Return a table row with the mean time to decode one of the last `steps` tokens of `ids`.
 
-    Up to `steps` / 2 tokens before them are decoded as warm-up, so that the first timed token follows "context" tokens.
-    Tokens are taken from `ids`, not sampled. Steps run eagerly instead of as CUDA graphs, so that each layer can be
-    timed.
+    Up to `steps` / 2 tokens before them are decoded as warm-up. "context" is the number of tokens before the first
+    timed one. Tokens are taken from `ids`, not sampled. Steps run eagerly instead of as CUDA graphs, so that each layer
+    can be timed.
     """
     context = ids.shape[1] - steps
     warm_up = min(steps // 2, context - 1)

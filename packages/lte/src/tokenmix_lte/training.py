@@ -30,8 +30,8 @@ class SteerSparsity(AdaptHeadWeights, ExportableState):
     Layers observe the retained fraction of a row's keys, which does not depend on batch size and gradient accumulation.
     For each layer, the log has the number of retained keys per row, averaged over heads, as `kept/LAYER`, and the
     largest λ as `lambda/LAYER`. Only `metrics.jsonl` also has `kept/LAYER/HEAD` and `lambda/LAYER/HEAD` for each head.
-    Retained keys are a moving average that starts at 0. The log corrects the bias of this start, so that its first
-    lines are right; the rule for λ uses the average without this correction, as in the paper.
+    Retained keys are averaged over steps by a moving average that starts at 0. The log corrects the bias of this start,
+    so that its first lines are right; the rule for λ uses the average without this correction, as in the paper.
 
     Args:
         target: number of keys of a row, window included, that a head should retain.
