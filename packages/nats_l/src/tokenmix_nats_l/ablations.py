@@ -116,7 +116,7 @@ class _Packed(_Chunks):
         return moved(x.flatten(0, 1), self.slots, self.chunks.flatten(), holes=True).unsqueeze(0)
 
     def rounds(self, slots: int, device: torch.device) -> list[Int[Tensor, "sequences"]]:
-        """Return chunk indices as in `_InRows.rounds`; longer sequences come first, so that the last ones drop out."""
+        """Return chunk indices as in `_InRows.rounds`, longest sequence first; ended sequences are left out."""
         boundaries = self.cu_seqlens.tolist()
         first = [
             (start // self.C + n, cdiv(end - start, self.C)) for n, (start, end) in enumerate(pairwise(boundaries))

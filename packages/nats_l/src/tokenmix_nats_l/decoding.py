@@ -186,7 +186,10 @@ def _types(layer: NatsLLayer, means: Tensor, first: int | Tensor, among: tuple[T
 
 
 def _pages(layer: NatsLLayer, state: LayerState, types: ChunkTypes, ending: int) -> tuple[Asked, Asked] | None:
-    """Start to copy the page counts after `ending` chunks to the host; None if an upper bound is known to suffice."""
+    """Start to copy to the host the page counts after the next `ending` chunks.
+
+    Return None for up to BLOCK chunks, for which an upper bound of the counts is used.
+    """
     if ending <= BLOCK:
         return None
     pages = types.softmax[:, :ending].sum(1, dtype=torch.int32)
