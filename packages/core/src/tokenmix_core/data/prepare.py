@@ -26,9 +26,9 @@ _COMMIT_SECONDS = 10.0
 _SHOWN_BAD_ROWS = 5
 _MOST_WORKERS = 1024
 BUILT_IN_HELD_OUT = 0.05
-# prefix of the hash that decides whether a family (a module or package of the standard library) is held out. With this
-# prefix about 4 % of the standard library of Python 3.11 to 3.13 is held out, without near-duplicates in the training
-# part
+# text before the name of a family (a module or package of the standard library) in the hash that decides whether the
+# family is held out. It was chosen such that about 4 % of the standard library of Python 3.11 to 3.13 is held out,
+# without near-duplicates in the training part
 _FAMILIES = "module"
 # minimum fraction of families to hold out, so that at least one is held out
 _LEAST_SHARE = 0.013

@@ -37,7 +37,7 @@ def document_separator(tokenizer: Any) -> int | None:
 
 
 def as_token_file(text: str | None, tokenizer: Any) -> Path | None:
-    """Return the folder of a text that is a token file (for the byte tokenizer also the built-in corpus) or None."""
+    """Return the folder of a text that is a token file or, for the byte tokenizer, the built-in corpus; else None."""
     if text is not None and (Path(text) / META).is_file():
         return Path(text)
     if text in (None, STDLIB) and tokenizer_fingerprint(tokenizer) == tokenizer_fingerprint(byte_tokenizer()):

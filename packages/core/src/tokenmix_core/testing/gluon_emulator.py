@@ -245,7 +245,10 @@ _ASSEMBLY: dict[str, Callable] = {
 
 
 def _assembly(asm: str, constraints: str, args: Sequence[Tensor], **options) -> Tensor | None:
-    """Emulate `_ASSEMBLY` ("prmt": the sign, 0 or −1, of a word's low or, in odd columns, high half); else return x."""
+    """Emulate the instructions in `_ASSEMBLY`; for all others return the first argument, or None without arguments.
+
+    "prmt" gives the sign (0 or −1) of a word's low half in even columns, and of its high half in odd columns.
+    """
     return _ASSEMBLY.get(asm.partition(".")[0], lambda x=None, *_: x)(*args)
 
 

@@ -64,7 +64,7 @@ def unwritten(x: Tensor, size: Iterable[int]) -> Tensor:
 
 
 def transposed(x: Tensor) -> Tensor:
-    """Return x with its second and third axis exchanged in memory; a matrix with its two axes; a vector as `offset`."""
+    """Return x with two axes exchanged in memory: the second and third, or a matrix's two; for a vector `offset(x)`."""
     if x.dim() < 2:
         return offset(x)
     axes = (0, 1) if x.dim() == 2 else (1, 2)
