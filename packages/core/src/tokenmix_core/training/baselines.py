@@ -82,7 +82,7 @@ def tiny_setting() -> Recipe:
 def _tiny_variant(name: str, mixer: str, **options: Any) -> Recipe:
     recipe = tiny_setting()
     model = {**recipe.model, "mixers": [mixer], "mixer_options": {mixer: options}}
-    return replace(recipe, name=name, description=f"{mixer} alone, otherwise as tiny", model=model)
+    return replace(recipe, name=name, description=f"{mixer} alone, otherwise as tiny but for 400 steps", model=model)
 
 
 def tiny_transformer() -> Recipe:
