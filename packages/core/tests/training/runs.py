@@ -323,10 +323,7 @@ def stop_each_step(recipe: Recipe) -> Any:
 
 
 def check_sharded(recipe: Recipe) -> Any:
-    """Return a callback that fails unless parameters are sharded, in units of the right size, as the recipe says.
-
-    Between the micro-batches of a step, they are sharded if they are gathered again.
-    """
+    """Return a callback that fails unless parameters are sharded between micro-batches, in units of the right size."""
     from torch.distributed.tensor import DTensor
     from transformers import TrainerCallback
 
@@ -339,8 +336,7 @@ def check_sharded(recipe: Recipe) -> Any:
                 assert units == len(layers) // max(1, recipe.run.fsdp_unit_layers)
 
         def on_substep_end(self, args: Any, state: Any, control: Any, *, model: torch.nn.Module, **_: Any) -> None:
-            resharded = recipe.run.fsdp and recipe.run.fsdp_reshard == "always"
-            assert {isinstance(p, DTensor) for p in model.parameters()} == {resharded}
+            assert {isinstance(p, DTensor) for p in model.parameters()} == {recipe.run.fsdp}
 
     return Check()
 

@@ -51,7 +51,7 @@ def assert_close_curves(a, b):
         assert a[step] == pytest.approx(b[step], rel=2e-3), f"step {step}"
 
 
-@pytest.mark.parametrize(("fsdp", "graph"), [(False, "never"), (False, "always"), (True, "never")])
+@pytest.mark.parametrize(("fsdp", "graph"), [(False, "never"), (False, "always"), (True, "never"), (True, "always")])
 def test_two_gpus_follow_the_curve_of_one(fsdp, graph, single, corpus, tmp_path):
     made = recipe(corpus, model=MODEL, micro_batch_tokens=32, fsdp=fsdp, training_graph=graph, callbacks=(_check,))
     # a capture that fails is an error with "always"

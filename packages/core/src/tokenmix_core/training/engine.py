@@ -28,7 +28,7 @@ from tokenmix_core.training import checkpoint
 from tokenmix_core.training.context_parallel import RowSplit
 from tokenmix_core.training.cuda_graph import GraphedStep, Losses, TrainingGraph
 from tokenmix_core.training.recipe import OptimizerRecipe
-from tokenmix_core.training.replicas import AveragedGradients
+from tokenmix_core.training.replicas import GatheredReplica, Replica
 from tokenmix_core.training.sharded_trainer import ShardedTrainer, reading
 from tokenmix_core.training.weight_decay import decay_parameter_names
 
@@ -82,8 +82,6 @@ class RecipeTrainer(ShardedTrainer):
         self._split = RowSplit(self.model, context_parallel) if context_parallel > 1 else None  # type: ignore[arg-type]
         self.schedule, self.identity, self.training_graph = schedule, identity, training_graph
         self._graphed_step: GraphedStep | None = None
-        # with graphs on several ranks: the gradients, in place of DDP's
-        self._averaged: AveragedGradients | None = None
         self.output_dir = Path(str(self.args.output_dir))
         # True: our models divide the summed loss by num_items_in_batch themselves
         self.model_accepts_loss_kwargs = True
@@ -130,30 +128,33 @@ class RecipeTrainer(ShardedTrainer):
         """Run the forward and backward pass of a micro-batch, as a CUDA graph if that is possible and requested."""
 
         self._seed_step()
-
-        def passes(inputs: dict[str, Any], items: Any) -> Losses:
-            self._terms = {}
-            return Losses(step(trained, inputs, items), self._terms)
-
-        step, trained = super().training_step, model
-        if self.training_graph != "never" and self._graphed_step is None:
-            # make the graphed step only now: callbacks may change the model until the first step
-            self._graphed_step = self._make_graphed_step(model)
+        if not self._stepped:
+            self._replica = self._make_replica(model)
         self._stepped = True
-        if self._graphed_step is None:
-            losses = passes(inputs, num_items_in_batch)
-        else:
-            trained = self._graphed_step.model
-            # a callback may have switched to evaluation mode, in which the passes have another signature
-            trained.train()
-            losses = self._graphed_step(passes, self._prepare_inputs(inputs), num_items_in_batch)
-            if self._averaged is not None and self.accelerator.sync_gradients:
-                self._averaged.average()
+        last = self.accelerator.sync_gradients
+        replica = nullcontext(model) if self._replica is None else self._replica.micro_batch(last=last)
+        with replica as trained:
+            losses = self._run_passes(trained, inputs, num_items_in_batch)
         if not self._auxiliary:
             self._steps_before = self.state.global_step
         for name, share in losses.auxiliary.items():
             self._auxiliary[name] = self._auxiliary.get(name, 0.0) + share
         return losses.loss
+
+    def _run_passes(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Tensor | int | None) -> Losses:
+        def passes(inputs: dict[str, Any], items: Any) -> Losses:
+            self._terms = {}
+            return Losses(step(model, inputs, items), self._terms)
+
+        step = super().training_step
+        if self.training_graph != "never" and self._graphed_step is None:
+            # make the graphed step only now: callbacks may change the model until the first step
+            self._graphed_step = self._make_graphed_step(model)
+        if self._graphed_step is None:
+            return passes(inputs, num_items_in_batch)
+        # a callback may have switched to evaluation mode, in which the passes have another signature
+        model.train()
+        return self._graphed_step(passes, self._prepare_inputs(inputs), num_items_in_batch)
 
     def _seed_step(self) -> None:
         """Seed the random generators of a step: dropout then differs between ranks, and a resumed run repeats it."""
@@ -165,24 +166,31 @@ class RecipeTrainer(ShardedTrainer):
 
     def release_graphs(self) -> None:
         """Drop the CUDA graphs and so free their memory."""
-        self._graphed_step = self._averaged = None
+        self._graphed_step = None
+
+    def _make_replica(self, model: nn.Module) -> Replica | GatheredReplica | None:
+        """Return a replica that computes without hooks, or None: with DDP graphs alone need one."""
+        replica = super()._make_replica(model)
+        if replica is None and isinstance(model, DistributedDataParallel) and self._split is None:
+            wanted = self.training_graph == "always" or (
+                self.training_graph == "auto" and self._is_launch_bound(model.module)
+            )
+            return Replica(model) if wanted else None
+        return replica
 
     def _make_graphed_step(self, model: nn.Module) -> GraphedStep | None:
         """Return a `GraphedStep`; None if graphs have no advantage ("auto") or are impossible ("always" then warns)."""
         auto = self.training_graph == "auto"
         try:
-            replicas = isinstance(model, DistributedDataParallel)
-            if self._split is not None or (self.args.world_size > 1 and not replicas):
+            if self._split is not None or (self.args.world_size > 1 and self._replica is None):
                 raise ValueError("rows or the model are split over several processes")
-            replica = model.module if replicas else model
-            if auto and not self._is_launch_bound(replica):
+            if auto and not self._is_launch_bound(model):
                 raise ValueError("the GPU would not wait for the CPU")
-            self._averaged = AveragedGradients(replica.parameters()) if replicas else None
-            given = None if self._averaged is None else self._averaged.gradients
+            given = None if self._replica is None else self._replica.gradients
             way: TrainingGraph = "auto" if auto else "always"
-            return GraphedStep(replica, self.args.device, training_graph=way, gradients=given)
+            return GraphedStep(model, self.args.device, training_graph=way, gradients=given)
         except ValueError as why:
-            self.training_graph, self._averaged = "never", None
+            self.training_graph = "never"
             if auto:
                 return None
             warnings.warn(f"training continues kernel by kernel, without CUDA graphs: {why}", stacklevel=2)

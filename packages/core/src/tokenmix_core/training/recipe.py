@@ -200,7 +200,7 @@ class RunRecipe:
         training_graph: capture forward and backward passes as CUDA graphs and replay them, for up to eight signatures
             of micro-batches (docs/step_time.md); "auto" does so if the layers are so small that the GPU would wait for
             the CPU. On several GPUs gradients are then averaged at the end of a step. Excludes
-            `gradient_checkpointing`, `torch_compile`, `fsdp` and `context_parallel`.
+            `gradient_checkpointing`, `torch_compile`, `context_parallel`, and `fsdp` that gathers layer by layer.
         fsdp: shard parameters, gradients and optimizer states over the processes (FSDP2).
         fsdp_reshard: with `fsdp`, "always" gathers each layer's parameters in each pass, which takes less memory;
             "never" gathers them once per step; "auto" selects "never" if it fits into the memory by an estimate.
@@ -247,7 +247,7 @@ class RunRecipe:
         _check(self, logging_steps=(1, math.inf), save_steps=(1, math.inf), save_total_limit=(1, math.inf))
         _check(self, rank_timeout=(1, math.inf), context_parallel=(1, math.inf))
         _check(self, fsdp_unit_layers=(0, math.inf))
-        others = ("gradient_checkpointing", "torch_compile", "fsdp")
+        others = ("gradient_checkpointing", "torch_compile")
         if self.training_graph == "always" and (chosen := [name for name in others if getattr(self, name)]):
             raise ValueError(f"training_graph='always' does not go with {chosen[0]}; turn one of them off")
 

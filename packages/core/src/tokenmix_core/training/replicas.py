@@ -1,19 +1,26 @@
-"""Gradients of replicated models in one buffer, which one collective averages: the exchange of DDP for CUDA graphs.
+"""Micro-batches of data-parallel training without hooks: whole weights on each rank, one exchange at a step's end.
 
-DDP averages gradients in hooks of an eager backward pass, which a replay of a CUDA graph does not call. With graphs the
-trainer runs the module inside of DDP's wrapper instead, so that each rank accumulates its own gradients, and averages
-them after the last micro-batch of a step. This does not overlap with computation: 1.5 GB for 380M parameters, a few
-milliseconds over NVLink.
+DDP averages gradients in hooks of an eager backward pass, and FSDP2 gathers weights in hooks of both passes. A replay
+of a CUDA graph calls no hooks, and on a slow host hooks take longer than kernels. So the classes here run passes on a
+module with plain parameters, and communicate between passes: they gather weights before the first micro-batch of a step
+(FSDP2), and average gradients after the last one. This does not overlap with computation: gradients of 380M parameters
+take 1.5 GB, some milliseconds over NVLink.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any, cast
 
+import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, Shard
+from torch.nn.parallel import DistributedDataParallel
 
-# elements to which each gradient's place in the buffer is padded: 256 bytes in float32, for vectorised loads
+# elements to which each tensor's place in a buffer is padded: 256 bytes in float32, for vectorised loads
 _ALIGNMENT = 64
 
 
@@ -33,13 +40,9 @@ class AveragedGradients:
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
         self.parameters = list(parameters)
         trainable = [p for p in self.parameters if p.requires_grad]
-        kinds = {(p.dtype, p.device) for p in trainable}
-        if len(kinds) != 1:
-            raise ValueError(f"gradients of one dtype and device can share a buffer, got {len(kinds)} kinds")
-        sizes = [-(-p.numel() // _ALIGNMENT) * _ALIGNMENT for p in trainable]
-        self.buffer = trainable[0].new_zeros(sum(sizes))
-        parts = iter(self.buffer.split(sizes))
-        self.gradients = [next(parts)[: p.numel()].view(p.shape) if p.requires_grad else None for p in self.parameters]
+        self._buffer, views = _views(trainable, [p.shape for p in trainable])
+        found = iter(views)
+        self.gradients = [next(found) if p.requires_grad else None for p in self.parameters]
 
     def average(self) -> None:
         """Replace each gradient by its mean over all ranks; parameters then have the buffer's gradients.
@@ -60,5 +63,164 @@ class AveragedGradients:
                 average.copy_(gradient)
                 parameter.grad = average
         # DDP divides before the sum as well
-        self.buffer.div_(dist.get_world_size())
-        dist.all_reduce(self.buffer)
+        self._buffer.div_(dist.get_world_size())
+        dist.all_reduce(self._buffer)
+
+
+class Replica:
+    """The module inside of DDP's wrapper, whose gradients are averaged after the last micro-batch of a step.
+
+    Attributes:
+        gradients: as in `AveragedGradients`.
+    """
+
+    def __init__(self, wrapper: DistributedDataParallel) -> None:
+        self._module = wrapper.module
+        self._averaged = AveragedGradients(self._module.parameters())
+        self.gradients = self._averaged.gradients
+
+    @contextmanager
+    def micro_batch(self, *, last: bool) -> Iterator[nn.Module]:
+        """Context manager: yield the module for the passes of a micro-batch; `last`: whether it is the step's last."""
+        yield self._module
+        if last:
+            self._averaged.average()
+
+
+class GatheredReplica:
+    """A model that FSDP2 shards, with whole weights in the place of the shards during micro-batches.
+
+    The optimizer and checkpoints see the shards. During micro-batches modules have their own classes and no hooks of
+    FSDP2.
+
+    Attributes:
+        gradients: the gradients of the whole weights, as in `AveragedGradients`.
+
+    Raises:
+        ValueError: a parameter is not sharded along its first axis alone, or parameters have several dtypes.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._reshard()
+        # modules and names of each parameter; tied parameters have several
+        places: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
+        for module in model.modules():
+            for name, parameter in module._parameters.items():
+                if parameter is not None:
+                    places.setdefault(parameter, []).append((module, name))
+        self._shards, self._places = list(places), list(places.values())
+        if any(not isinstance(p, DTensor) or p.placements != (Shard(0),) for p in self._shards):
+            raise ValueError("every parameter must be sharded along its first axis, over one group of ranks")
+        first = cast(DTensor, self._shards[0])
+        mesh = first.device_mesh
+        self._group, self._rank, self._ranks = mesh.get_group(), mesh.get_local_rank(), mesh.size()
+        like = [p.to_local() for p in cast(list[DTensor], self._shards)]
+        _, whole = _views(like, [p.shape for p in self._shards])
+        self._whole = [nn.Parameter(w, p.requires_grad) for w, p in zip(whole, self._shards, strict=True)]
+        # FSDP2 gives each rank this number of rows, the last ranks fewer or none
+        self._rows = [-(-p.shape[0] // self._ranks) for p in self._shards]
+        padded = [(rows, *p.shape[1:]) for rows, p in zip(self._rows, self._shards, strict=True)]
+        self._sent, self._parts = _views(like, padded)
+        self._averaged = AveragedGradients(self._whole)
+        self.gradients = self._averaged.gradients
+        self._gathered = False
+
+    @contextmanager
+    def micro_batch(self, *, last: bool) -> Iterator[nn.Module]:
+        """Context manager: yield the model for the passes of a micro-batch, with whole weights and without hooks.
+
+        After the last micro-batch of a step (`last`), each shard has its part of the averaged gradient.
+        """
+        if not self._gathered:
+            self._gather()
+        with ExitStack() as stack:
+            for module in self._model.modules():
+                if isinstance(module, FSDPModule):
+                    stack.enter_context(_unsharded(module))
+            self._assign(self._whole)
+            stack.callback(self._assign, self._shards)
+            yield self._model
+        if last:
+            self._averaged.average()
+            self._give_gradients()
+            self._gathered = False
+
+    def _assign(self, parameters: list[nn.Parameter]) -> None:
+        for parameter, places in zip(parameters, self._places, strict=True):
+            for module, name in places:
+                module._parameters[name] = parameter
+
+    def _reshard(self) -> None:
+        """Make modules hold shards: an evaluation through FSDP2's hooks leaves some gathered."""
+        for module in self._model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+
+    @torch.no_grad()
+    def _gather(self) -> None:
+        """Gather whole weights, and drop their gradients of the step before."""
+        self._reshard()
+        for part, shard in zip(self._parts, cast(list[DTensor], self._shards), strict=True):
+            local = shard.to_local()
+            part[: local.shape[0]].copy_(local)
+        found = self._sent.new_empty(self._ranks * self._sent.numel())
+        dist.all_gather_into_tensor(found, self._sent, group=self._group)
+        found = found.view(self._ranks, -1)
+        start = self._sent.data_ptr()
+        for part, whole in zip(self._parts, self._whole, strict=True):
+            at = (part.data_ptr() - start) // part.element_size()
+            rows = found[:, at : at + part.numel()].unflatten(1, part.shape).flatten(0, 1)
+            whole.copy_(rows[: whole.shape[0]])
+            whole.grad = None
+        self._gathered = True
+
+    @torch.no_grad()
+    def _give_gradients(self) -> None:
+        for shard, whole, rows in zip(cast(list[DTensor], self._shards), self._whole, self._rows, strict=True):
+            if whole.grad is not None:
+                begin = min(self._rank * rows, whole.shape[0])
+                part = whole.grad[begin : begin + shard.to_local().shape[0]]
+                shard.grad = DTensor.from_local(
+                    part, shard.device_mesh, shard.placements, run_check=False, shape=shard.shape, stride=shard.stride()
+                )
+
+
+def _views(like: list[Any], shapes: list[Any]) -> tuple[Tensor, list[Tensor]]:
+    """Return a buffer of zeros, and a view of it for each of these shapes.
+
+    Raises:
+        ValueError: the tensors `like`, whose dtype and device the buffer has, have several.
+    """
+    kinds = {(x.dtype, x.device) for x in like}
+    if len(kinds) != 1:
+        raise ValueError(f"parameters of one dtype and device can share a buffer, got {len(kinds)} kinds")
+    sizes = [torch.Size(shape).numel() for shape in shapes]
+    padded = [-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes]
+    buffer = like[0].detach().new_zeros(sum(padded))
+    parts = zip(buffer.split(padded), sizes, shapes, strict=True)
+    return buffer, [part[:size].view(shape) for part, size, shape in parts]
+
+
+@contextmanager
+def _unsharded(module: nn.Module) -> Iterator[None]:
+    """Context manager: give a module that FSDP2 shards its own class, and take FSDP2's hooks off."""
+    kind, groups = type(module), (module._forward_pre_hooks, module._forward_hooks)
+    taken = [{key: hook for key, hook in hooks.items() if _is_fsdp(hook)} for hooks in groups]
+    # FSDP2 makes a class with the bases FSDPModule and the module's own class
+    module.__class__ = kind.__bases__[-1]
+    for hooks, own in zip(groups, taken, strict=True):
+        for key in own:
+            del hooks[key]
+    try:
+        yield
+    finally:
+        module.__class__ = kind
+        for hooks, own in zip(groups, taken, strict=True):
+            others = dict(hooks)
+            hooks.clear()
+            hooks.update({**own, **others})
+
+
+def _is_fsdp(hook: Callable) -> bool:
+    return getattr(hook, "__module__", "").startswith("torch.distributed.fsdp")

@@ -11,10 +11,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from transformers import Trainer
 
 from tokenmix_core.training import sharding
 from tokenmix_core.training.recipe import RunRecipe
+from tokenmix_core.training.replicas import GatheredReplica, Replica
 from tokenmix_core.training.resharding import grouped_layers, memory_plan, prepare_micro_batch
 
 
@@ -29,6 +31,7 @@ class ShardedTrainer(Trainer):
     sharded_checkpoint = False
     reshard = True
     unit_layers = 1
+    _replica: Replica | GatheredReplica | None = None
 
     def create_accelerator_and_postprocess(self) -> None:
         """Create the accelerator; with `fsdp`, it shards models by our precision policy, also on a CPU."""
@@ -70,9 +73,18 @@ class ShardedTrainer(Trainer):
         self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Tensor | int | None = None
     ) -> Tensor:
         """Run the forward and backward pass of a micro-batch."""
-        if self.is_fsdp_enabled:
+        if self.is_fsdp_enabled and self._replica is None:
             prepare_micro_batch(model, reshard=self.reshard, last=self.accelerator.sync_gradients)
         return super().training_step(model, inputs, num_items_in_batch)
+
+    def _make_replica(self, model: nn.Module) -> Replica | GatheredReplica | None:
+        """Return a replica with whole weights, if FSDP2 would keep them for a step; None if its hooks gather them."""
+        if not self.is_fsdp_enabled or self.reshard or not isinstance(model, FSDPModule):
+            return None
+        try:
+            return GatheredReplica(model)
+        except ValueError:
+            return None
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Write the model, which rank 0 gathers if it is sharded; sharded checkpoints contain the shards instead."""

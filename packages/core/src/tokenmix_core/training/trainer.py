@@ -269,7 +269,7 @@ def build_trainer(
 def _training_graph(recipe: Recipe) -> TrainingGraph:
     """Return the recipe's `training_graph`; "auto" becomes "never" with options that were not tested in CUDA graphs."""
     run = recipe.run
-    others = run.gradient_checkpointing or run.torch_compile or run.fsdp or recipe.make_model is not None
+    others = run.gradient_checkpointing or run.torch_compile or recipe.make_model is not None
     return "never" if run.training_graph == "auto" and others else run.training_graph
 
 
