@@ -31,7 +31,7 @@ def version_of(distribution: str) -> str | None:
 
 
 def commit_of(file: Path) -> str | None:
-    """Return the commit of the checkout that contains `file`, with ", changed" if it has changes; None without one."""
+    """Return the commit of the checkout that tracks `file`, with ", changed" if it has changes; None without one."""
     git = ["git", "-C", str(file.parent)]
 
     def run(*arguments: str) -> subprocess.CompletedProcess[str]:

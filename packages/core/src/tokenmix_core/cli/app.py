@@ -55,7 +55,8 @@ def main(
             a context manager, inside which `eval`, `generate`, `serve` and `bench` use the model.
 
     Returns:
-        0 for success, 2 for a wrong call or wrong input, 130 if Ctrl-C stopped the command.
+        0 for success, 2 for a wrong call, wrong input or too little memory, 130 if Ctrl-C stopped the command or a
+        signal stopped training, else the exit code of the command.
     """
     # defaults that the user can override: quieter libraries, no progress bars for work of less than a second
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")

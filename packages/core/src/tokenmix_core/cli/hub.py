@@ -141,7 +141,11 @@ def _loading(config: Any, repo: str) -> str:
 
 
 def _recipe(folder: Path) -> list[str]:
-    """Return the card's sections on recipe and data; empty if the folder has no manifest of a run."""
+    """Return the card's sections on recipe and data; empty if the folder has no manifest of a run.
+
+    Raises:
+        ValueError: the manifest is damaged.
+    """
     path = folder / RUN_MANIFEST
     if not path.is_file():
         return []

@@ -91,7 +91,7 @@ def encode_texts(
 def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerFast) -> str:
     """Return a sha256 of a tokenizer's vocabulary, its special tokens, and its tokens for a probe text.
 
-    Tokenizers with equal fingerprints produce equal tokens, whatever their library version or folder.
+    Tokenizers with equal fingerprints are taken to produce equal tokens, whatever their library version or folder.
     """
     content = {
         "vocabulary": sorted(tokenizer.get_vocab().items()),

@@ -81,6 +81,9 @@ def copy_suite(model: Any, tokenizer: Any, options: EvalOptions) -> SuiteResult:
     The same passages are also measured at the same position in sequences without a first copy. "saved" is the loss in
     the latter minus the loss of the second copy, that is the gain by recall; its standard error is taken over passages.
     The sequence length is the largest of `options.lengths` (2,048 tokens by default).
+
+    Raises:
+        ValueError: sequences of fewer than 16 tokens, or only one window of text.
     """
     length = options.one_length("copy", DEFAULT_LENGTH)
     limit, batch_size = options.limit or 64, options.batch_size or 8

@@ -15,7 +15,7 @@ from tokenmix_core.ops.types import Impl, ScanOutput
 
 
 def fits(q: Tensor, v: Tensor, sizes: tuple[int, ...], impl: Impl | None) -> bool:
-    """Return whether heads of these sizes need no fitting: kernels support them, or `impl` is the reference."""
+    """Return whether heads of these sizes need no fitting: kernels support them, or the reference computes the call."""
     return {q.shape[-1], v.shape[-1]} <= set(sizes) or resolve_impl("heads", unless_gluon(impl), q) == "reference"
 
 

@@ -33,7 +33,8 @@ class HybridCausalLMOutput(CacheOutput):
     """The output of the language model.
 
     Attributes:
-        loss: cross-entropy plus auxiliary losses, each a sum over tokens divided by the number of predicted tokens.
+        loss: cross-entropy plus auxiliary losses, each a sum over tokens divided by `num_items_in_batch` or, if this is
+            None, by the call's number of predicted tokens.
         logits: `[B, T or logits_to_keep, vocab]`. None in training mode with labels, because the loss is then computed
             without logits, unless `output_logits=True`.
         cache, hidden_states, auxiliary: the same as in `HybridOutput`.

@@ -159,8 +159,12 @@ class HybridBatchingManager(ContinuousBatchingManager):
         model: the causal language model.
         generation_config: as for transformers' manager.
         continuous_batching_config: as for transformers' manager, except that the default of `num_blocks` fills
-            `max_memory_percent` of the free memory.
+            `max_memory_percent` of the free memory, and that the options of block tables, block sharing, CUDA graphs,
+            asynchronous batching and compilation are ignored.
         workload_hints: as for transformers' manager.
+
+    Raises:
+        ValueError: `cpu_offload_space` is not 0.
     """
 
     def __init__(
@@ -258,7 +262,10 @@ def init_manager(
 
 
 def _tokens_that_fit(model: Any, config: ContinuousBatchingConfig) -> int:
-    """Return how many tokens the states of `max_requests_per_batch` requests can hold in the free memory."""
+    """Return how many tokens the states of `max_requests_per_batch` requests can hold, at most `_MOST_TOKENS`.
+
+    The states take `max_memory_percent` of the free memory.
+    """
     _, total, reserved, allocated = get_device_and_memory_breakdown()
     free = (total - max(reserved, allocated)) * (config.max_memory_percent or 0.9)
     # estimate a state's bytes as a constant plus a number per token

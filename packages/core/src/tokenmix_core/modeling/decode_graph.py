@@ -266,8 +266,9 @@ class Steps:
         self.model.step_store.give(captured)
 
     def _capacity(self) -> int:
-        """Return the capacity to allocate: twice the length up to `max_length`, or 1.5 times it without a maximum.
+        """Return the capacity to allocate: the present one if it suffices, else twice the length up to `max_length`.
 
+        Without a maximum, or beyond it, it is 1.5 times the length.
         States of constant size get one large capacity, so that all lengths share captured steps.
         """
         past, most = self.cache.past, self.cache.max_length
@@ -393,7 +394,10 @@ def _grows(part: StatePart) -> bool:
 
 
 def _rounded_up(tokens: int) -> int:
-    """Round up to one of 2 sizes per power of two (8 above 2,048), so that more caches can use the same storage."""
+    """Round up to a multiple of 128, one of at most 2 per power of two (8 above 2,048).
+
+    More caches can then use the same storage.
+    """
     bits = (tokens - 1).bit_length()
     unit = max(128, 1 << max(0, bits - (2 if tokens <= 2048 else 4)))
     return -(-tokens // unit) * unit

@@ -149,7 +149,8 @@ class GeneratesInSteps:
     def _steps(self, cache: Any, graph: bool | None, *, keep: bool) -> Iterator[Steps | None]:
         """Context manager that yields the `Steps` of a cache; None if steps cannot or should not be captured.
 
-        `keep` tells whether the cache will be used again afterwards.
+        `keep` tells whether the cache will be used again afterwards. If `graph` is True and steps cannot be captured,
+        a ValueError gives the reason.
         """
         if graph is not None and not isinstance(graph, bool):
             raise ValueError(f"{OPTION} must be None, True or False, got {graph!r}")

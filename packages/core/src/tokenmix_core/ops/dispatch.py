@@ -60,7 +60,10 @@ class GluonForm:
         return None
 
     def require(self, op: str, device: torch.device, dtype: torch.dtype, limit: str | None = None) -> None:
-        """Raise a ValueError that names `op` if Gluon kernels do not run; `limit`, unless None, is a further reason."""
+        """Raise a ValueError that names `op` if the kernels do not support the device or dtype, or `limit` is not None.
+
+        `limit` is the reason, as a clause. Under tracing, nothing is checked.
+        """
         # under tracing do nothing: the compiled call checks at run time
         if torch.compiler.is_compiling():
             return

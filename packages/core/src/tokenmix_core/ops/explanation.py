@@ -105,15 +105,15 @@ def explain(
     Args:
         operation: the function, or its name.
         tensors: examples of the function's first arguments, in its order; none are needed.
-        sizes: sizes by letter of the function's signature, such as `{"T": 512, "K": 64}`; all other sizes are those of
-            `tensors`, or typical ones.
+        sizes: sizes by letter of the function's signature, such as `{"T": 512, "K": 64}`, for letters that `tensors`
+            do not determine; by default these have typical sizes.
         dtype, device: used if there are no `tensors`; the default device is the first GPU, or the CPU without a GPU.
         impl: the argument `impl` of the function.
         chip: a chip such as "sm_89", for which to explain our kernels instead of for `device`; it need not be present.
 
     Raises:
-        ValueError: an unknown operation, size, device or chip, tensors that do not fit, or an `impl` that does not
-            run.
+        ValueError: an unknown operation, size, device or chip, both a device and a chip, tensors that do not fit, or
+            an `impl` that does not run.
     """
     if chip is not None:
         if chip not in CHIPS:

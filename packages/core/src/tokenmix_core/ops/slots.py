@@ -127,6 +127,7 @@ def check_spacing(op: str, slots: Tensor | None, state: Tensor, impl: str | None
     """Raise a ValueError unless the slots of a pool of recurrent states are a multiple of 16 elements apart.
 
     With other distances Triton would load a state element by element, and 16-bit elements are too small for cp.async.
+    The reference takes any distance.
     """
     if slots is not None and impl != "reference" and state.stride(0) % 16:
         raise ValueError(f"{op}: slots of state must be a multiple of 16 elements apart, got {state.stride(0)}")

@@ -228,7 +228,7 @@ class SequenceShard:
         return self.split(shifted.index_fill(1, ends, ignore_index))
 
     def check_local(self, operation: str, x: Tensor) -> None:
-        """Raise a ValueError if `x [B, T, ...]` does not have exactly this rank's number of tokens."""
+        """Raise a ValueError unless `x [B, T, ...]` has this rank's number of tokens and, if packed, one row."""
         if x.shape[1] != self.local_tokens or (self.packed and x.shape[0] != 1):
             rows = "1" if self.packed else "B"
             raise ValueError(

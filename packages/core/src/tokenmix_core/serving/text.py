@@ -52,5 +52,5 @@ class Detokenizer:
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Return the length of the longest suffix of `text` that is a prefix of `stop`."""
+    """Return the length of the longest suffix of `text` that is a prefix of `stop`, but not all of it."""
     return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:n])), 0)

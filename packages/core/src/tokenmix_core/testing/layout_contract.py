@@ -106,7 +106,7 @@ class Compared:
         self.plain = self.run(Layout(copies, copies, alone=True))
 
     def assert_independent(self, title: str, layout: Layout) -> None:
-        """Assert that in this layout results and gradients differ by rounding errors at most."""
+        """Assert that this layout changes results and gradients by rounding errors at most."""
         wanted = self.run(layout, plain=True) if layout.repeats else self.plain
         try:
             got = self.run(layout)

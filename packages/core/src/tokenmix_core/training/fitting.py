@@ -13,7 +13,8 @@ from tokenmix_core.nn.registry import find_mixer
 def fitted(model: Mapping[str, Any], given: Mapping[str, Sequence[Sequence[str]]]) -> tuple[dict[str, Any], list[str]]:
     """Return the model's fields with mixers adapted to the depth and heads to the width, and a line of text per change.
 
-    Changes only fields that no flag sets, and only if they do not fit `num_hidden_layers` or `hidden_size`.
+    Changes only fields that no flag sets, and only if they do not fit a `num_hidden_layers` or `hidden_size` that a
+    flag sets. Options of mixers that the new depth leaves out are removed.
 
     Args:
         model: the fields after all flags were applied.
@@ -65,7 +66,10 @@ def _defaults(label: str, options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _heads(options: Mapping[str, Any], width: int) -> Mapping[str, Any]:
-    """Return the options with a head count, or head size, that divides the width; head sizes remain multiples of 4."""
+    """Return the options with a head count, or head size, that divides the width.
+
+    Head sizes remain multiples of 4, and the number of key heads remains a divisor of the head count.
+    """
     heads, size, groups = (options.get(name) for name in ("num_heads", "head_dim", "num_kv_heads"))
     if isinstance(heads, int) and size is None and width % (4 * heads):
         heads = gcd(heads, max(1, width // 4))

@@ -57,8 +57,8 @@ class TrainResult:
         output_dir: folder that contains the model, tokenizer, log and checkpoints.
         model_dir: folder from which to load the model: `output_dir`, or the last checkpoint if the run was stopped.
         step: number of optimizer steps done.
-        loss: the last logged training loss, in nats per token.
-        interrupted: whether a signal stopped the run before its end.
+        loss: the last logged training loss, in nats per token; NaN if none was logged.
+        interrupted: whether a signal or a callback stopped the run before its last step.
         seconds: wall-clock time of training and of writing the final model.
     """
 

@@ -179,7 +179,7 @@ class ServedState(nn.Module, MambaBase):
         return y
 
     def _prefill(self, x: Tensor, rotary: Rotation | None, step: StateMetadata) -> list[Tensor]:
-        """Return the outputs of all prefill tokens, computed for one request after another."""
+        """Return the outputs of all prefill tokens, by one call per request that updates the request's slot."""
         outputs, start = [], 0
         for i, (past, tokens) in enumerate(zip(step.prefill_lengths, step.prefill_tokens, strict=True)):
             slots = step.slots[step.decodes + i : step.decodes + i + 1]

@@ -175,7 +175,7 @@ def causal_lm_of(config: Any) -> Any:
 
 
 def _reduced(config: Any, labels: list[str]) -> Any:
-    """Return a copy of the configuration with one layer of each label, and a small vocabulary."""
+    """Return a copy of the configuration with one layer of each label, tiny vocabulary and MLPs, and `impl=None`."""
     small = copy.deepcopy(config)
     options = {label: config.mixer_options.get(label, {}) for label in labels}
     small.mixers, small.num_hidden_layers = list(labels), len(labels)

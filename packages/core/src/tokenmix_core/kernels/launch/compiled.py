@@ -49,7 +49,10 @@ def described(kernel: Any) -> Described | None:
 
 
 def put_on_device(kernel: Described, device: int) -> tuple[int, int] | None:
-    """Return CUDA's handle of a kernel and the maximum number of its threads; None if Triton cannot load the kernel."""
+    """Load a kernel; return CUDA's handle of it and the maximum number of its threads.
+
+    Return None if this version of Triton lacks the functions that load it.
+    """
     names = compat.launching()
     if names is None:
         return None

@@ -229,7 +229,7 @@ def _(given: StepInputs):
 
 @of_fields
 def _steps(given: StepsInputs) -> tuple[Tensor, Tensor, Tensor]:
-    """Return o of one token for three inputs; with two inputs, the third tensor is empty."""
+    """Return o of one token for three inputs, and update their states; with two inputs, the third tensor is empty."""
     from tokenmix_core.ops.causal_conv1d.forward import short_conv_steps
 
     xs = [t if t.stride(1) == 1 else t.contiguous() for t in _each(given, "x")]

@@ -20,8 +20,8 @@ class Gates(NamedTuple):
     """The result of `delta_gates`.
 
     Attributes:
-        g: natural logarithm of the decay, at most 0, `[B, T, HV]` float32.
-        beta: write strength, `[B, T, HV]` float32.
+        g: natural logarithm of the decay, at most 0, `[B, T, HV]` float32 (float64 for float64 inputs).
+        beta: write strength, `[B, T, HV]` float32 (float64 for float64 inputs).
     """
 
     g: Tensor
@@ -37,7 +37,9 @@ def delta_gates(
     max_beta: float = 1.0,
     impl: Impl | None = None,
 ) -> Gates:
-    """Return g = −exp(A_log) · softplus(a + dt_bias) and β = max_beta · sigmoid(b), in float32. Differentiable.
+    """Return g = −exp(A_log) · softplus(a + dt_bias) and β = max_beta · sigmoid(b). Differentiable.
+
+    Results are float32, or float64 for float64 inputs, which the reference computes.
 
     Args:
         a, b: `[B, T, HV]`, linear projections of the layer's input; slices of a wider tensor are not copied.

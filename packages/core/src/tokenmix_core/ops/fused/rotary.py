@@ -16,7 +16,7 @@ _FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
 def rotate_reference(x: Tensor, cos: Tensor, sin: Tensor, weight: Tensor | None, eps: float) -> Tensor:
-    """Return the rotated heads in eager PyTorch, computed in at least float32."""
+    """Normalise the heads (RMSNorm) if `weight` is given, then rotate them in at least float32, in eager PyTorch."""
     if weight is not None:
         x = F.rms_norm(x, weight.shape, weight.to(x.dtype), eps)
     cos, sin = cos.unsqueeze(2), sin.unsqueeze(2)

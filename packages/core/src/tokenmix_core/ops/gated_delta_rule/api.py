@@ -158,7 +158,8 @@ def gated_delta_rule_prefill(
 ) -> Float[Tensor, "B T HV V"]:
     """Compute `chunk_gated_delta_rule` from and into slots of a pool of states. Not differentiable.
 
-    The kernels read initial states from slots and write final states to them: no other kernel copies states.
+    The kernels read initial states from slots and write final states to them. An initial state is copied only if its
+    sequence is split into segments.
 
     Args:
         q, k, v, g, beta, scale, cu_seqlens, qk_l2norm, impl: as for `chunk_gated_delta_rule`.

@@ -1,4 +1,4 @@
-"""The mask of attention, and the properties of a call that decide which implementation runs it."""
+"""The mask of attention, lists of keys, and the properties of a call that select its implementation."""
 
 from __future__ import annotations
 

@@ -19,7 +19,8 @@ def takes_blocks(x: autograd.Inputs) -> bool:
     """True if a list per block of queries saves work: keys are evicted, and there is more than one block of queries.
 
     False if gradients are wanted, which need the lists of the whole call; for packed sequences, each of which reads
-    only its own keys' lists anyway; and under torch.compile, whose graph would fix the number of blocks.
+    only its own keys' lists anyway; for the reference; and under torch.compile, whose graph would fix the number of
+    blocks.
     """
     if x.until is None or x.cu_seqlens is not None or x.impl == "reference" or torch.compiler.is_compiling():
         return False

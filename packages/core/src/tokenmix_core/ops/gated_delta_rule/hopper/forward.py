@@ -242,7 +242,7 @@ def save_states(pointers, results, barriers, span, HV: gl.constexpr, V: gl.const
 
 @gluon.jit
 def epilogue(pointers, tiles, results, barriers, s_o, scale, span, HV: gl.constexpr, V: gl.constexpr, options):
-    """Write outputs (with `options.output`), or else only the states S and residuals R for the backward pass."""
+    """Write outputs if `options.output`, and the states S and residuals R for the backward pass if `options.save`."""
     if options.output:
         write_outputs(pointers, tiles, results, barriers, s_o, scale, span, HV, V, options)
     else:

@@ -143,7 +143,7 @@ def hopper_forward_kernel(
     the state has two parts, which become operands one after the other, because registers do not hold both as operands.
 
     Names that end in `_i` are vectors over a tile's rows, in `_j` over its columns, in `_2` buffers of two pipeline
-    stages. Strides are in units of 16 bytes.
+    stages. The strides of q, k and v are in units of 16 bytes, `stride_state` is in elements.
     """
     BT: gl.constexpr = 64
     W: gl.constexpr = BV // 16
