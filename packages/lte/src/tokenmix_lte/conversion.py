@@ -70,7 +70,10 @@ def convert(
 
 @torch.no_grad()
 def _new_scorer(options: dict[str, Any], prefix: str, model: PreTrainedModel) -> dict[str, Tensor]:
-    """Return, by parameter name, the weights of a new scorer and the initial factors λ of its sparsity loss."""
+    """Return, by parameter name, the weights of a new scorer and the initial factors λ of its sparsity loss.
+
+    A scorer without parameters has neither.
+    """
     heads, scorer = options["num_kv_heads"], options["scorer"]
     made = make_scorer(scorer, heads, 2 * options["head_dim"], options["dropout"], None)
     if made is None:

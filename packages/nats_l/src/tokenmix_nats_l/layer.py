@@ -239,8 +239,9 @@ class NatsLLayer(Mixer):
         return apply_rotary(heads, rotary, norm)
 
     def types_of(self, x: Tensor, cu_seqlens: Tensor | None, means: Tensor | None = None) -> ChunkTypes:
-        """Return the types of the chunks of whole sequences; in training, the threshold observes their scores.
+        """Return the types of the chunks of whole sequences.
 
+        In training with gradients enabled, the threshold, if there is one, observes the scores of learned types.
         `means` are the chunks' mean inputs; with None, they are computed from x.
         """
         layout = (x.shape[0], x.shape[1], self.chunk, cu_seqlens, x.device)

@@ -22,10 +22,14 @@ class HybridizedConfig:
     """The fields that the configuration of a model with Native Hybrid Attention adds to transformers' own.
 
     Attributes:
-        window: window of each layer: a number of tokens (0 for none), or "full".
+        window: a number of tokens (0 for none), or "full"; or a list of windows, which repeats over the layers. It is
+            stored as a list with one window per layer.
         slots: M, number of slots of every key head; 0 for none.
         gate_normalizer: τ, by which the log-gates are divided.
         nha_impl: implementation of the operations, None, "gluon", "triton" or "reference".
+
+    Raises:
+        ValueError: invalid windows; or the model's attention has sliding windows or dropout.
     """
 
     window: Any = 32

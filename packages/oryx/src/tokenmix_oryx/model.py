@@ -182,7 +182,9 @@ class OryxForCausalLM(HybridForCausalLM):
                 counted from 0, and all tokens `[B, T]`, and returns a mode or a bool tensor `[B]`. By default the mode
                 at the end of the prompt.
             keep_kv: False promises linear mode from the end of the prompt on (from its start, if the prompt is in
-                linear mode), so that no keys and values are stored. True by default, unless `modes` has set it.
+                linear mode), so that no keys and values are stored. True by default.
+
+        Inside `modes`, the defaults are those that it has set, unless `mode` or `prefill_mode` is given.
 
         Raises:
             ValueError: invalid modes; `mode` together with another of the modes; or modes that contradict

@@ -107,9 +107,10 @@ def most_attended(
     own: Int[Tensor, "... 1"],
     count: int,
 ) -> Int[Tensor, "*T H count"]:
-    """Select the most attended blocks; `own` is each query's own block, `block` the block to which each score belongs.
+    """Select block 0, each query's own block and the block before it, then the most attended of the others.
 
-    `block` and `own` broadcast over the first dimensions; blocks below 0 or above `own` are never selected.
+    `own` is each query's own block, `block` the block to which each score belongs; both broadcast over the first
+    dimensions. Blocks below 0 or above `own` are never selected. The result is in ascending order, then filled with −1.
     """
     p = (scores - lse.unflatten(-1, scores.shape[-3:-1]).unsqueeze(-1)).exp()
     block, own = block.unsqueeze(-2), own.unsqueeze(-2)

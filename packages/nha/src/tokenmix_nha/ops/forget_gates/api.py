@@ -18,7 +18,8 @@ _FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 def log_forget_gates(
     f: Float[Tensor, "*tokens F"], *, normalizer: float = 1.0, impl: Impl | None = None
 ) -> Float[Tensor, "*tokens F"]:
-    """Compute log α = log σ(f) / τ ≤ 0 (paper, below equation 6) in float32; autograd saves only f.
+    """Compute log α = log σ(f) / τ ≤ 0 (paper, below equation 6) in float32, or in float64 if f is float64; autograd
+    saves only f.
 
     Args:
         f: `[*, F]`, the logits of the gates; a slice of a wider tensor is read without a copy.

@@ -68,7 +68,8 @@ def slot_window_attention(
         q: `[B, T, HQ, K]`; HQ is a multiple of H.
         k, v: `[B, T, H, K]`, `[B, T, H, V]`. q, k, v, q_slots and k_slots share one dtype: bfloat16, float16 or float32
             (the reference also float64).
-        f: `[B, T, H, M]`, natural log of the gates, ≤ 0, any float dtype. Triton treats gates below 2⁻²⁸ as 2⁻²⁸.
+        f: `[B, T, H, M]`, natural log of the gates, ≤ 0, in any of these dtypes. Kernels treat gates below 2⁻¹⁴ as
+            2⁻¹⁴, or for float32 q those below 2⁻²⁸ as 2⁻²⁸.
         window: number w of last tokens that a query sees exactly, itself included; an integer ≥ 0 that may change
             between calls.
         q_slots, k_slots: q and k for the slots, if those for the window are rotated; None stands for q and k.
@@ -80,8 +81,8 @@ def slot_window_attention(
         impl: "gluon" (Hopper kernels: bfloat16, K and V of 64 or 128, M of 16, 32 or 64), "triton" (K and V of 64 or
             128, M of 16, 32, 64 or 128), "reference" (any size and device), or None for the fastest one available:
             Gluon on Hopper, Triton on other CUDA tensors, else the reference. With "gluon", single kernels still are
-            Triton's if these are faster; `tokenmix_core.ops.explain` names all kernels. For a window of T or more,
-            core's fastest attention runs.
+            Triton's if these are faster; `tokenmix_core.ops.explain` names all kernels. For a window of T or more
+            without an initial state, core's fastest attention runs, unless `impl` is "reference".
 
     Returns:
         ScanOutput: o `[B, T, HQ, V]` in q's dtype, and a `SlotWindowState` whose ring buffer contains `window` tokens,
