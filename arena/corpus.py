@@ -236,7 +236,7 @@ class _Stages:
         return {"counts": counts, **leaks}
 
     def _split(self, found: Sequence[packages.Package], recipe: Recipe) -> dict[str, int]:
-        """Write the training documents and the candidates for held-out documents, both without repetitions."""
+        """Write training documents and candidates for held-out documents, without repetitions; return counts."""
         counts: Counter[str] = Counter()
         wanted = re.compile("|".join(recipe.held_out))
 

@@ -220,7 +220,10 @@ def _number(value: float) -> str:
 
 
 def interval(value: Estimate, share: bool = False) -> str:
-    """Return an estimate with its 95 % interval as text; with `share`, the interval is cut at 0 and 1."""
+    """Return an estimate as text, with its 95 % interval unless its degrees of freedom are 0.
+
+    With `share`, the interval is cut at 0 and 1.
+    """
     low, high = value.interval()
     if share:
         low, high = max(0.0, low), min(1.0, high)

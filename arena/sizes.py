@@ -33,7 +33,8 @@ class Size:
         batch_tokens: number of tokens per step, a multiple of both row lengths.
         rates: the grid of learning rates.
         tuning_seed: seed of the runs that select the learning rate; no reported run has it.
-        seeds: seeds of the reported runs.
+        seeds: seeds of the reported runs. If the size supports claims, both kinds of runs have the seeds of `rules.py`
+            instead.
         examples: number of sequences in an evaluation.
         eval_length_factor: length of the longest text in evaluations, in multiples of `seq_len`.
         cost_lengths: context lengths at which speed and memory are measured.
