@@ -60,7 +60,7 @@ _mixed = exportable(_mix, _shapes)
 
 
 def mix_exported(layer: Any, x: Tensor, tokens: Tokens) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """Return both operations' outputs, and the fractions of softmax chunks, for whole sequences of any length.
+    """Return both operations' outputs, and statistics of the chunks' types by name, for whole sequences of any length.
 
     Raises:
         ValueError: `score_proj`, which computes the scores, has an adapter.

@@ -1,4 +1,4 @@
-"""Change TRL's trainers so that the loss includes the mixers' auxiliary losses."""
+"""Subclasses of TRL's trainers whose loss includes the mixers' auxiliary losses."""
 
 from __future__ import annotations
 

@@ -158,7 +158,7 @@ def _apply_transposed(m: Tensor, state: Tensor) -> Tensor:
 
 
 def _before(shard: SequenceShard, x: Recurrence, rows: Tensor | None, entering: list[Tensor], batch: int) -> Tensor:
-    """Return the initial state of each local row or document part: `rows`, or the state that enters its span."""
+    """Return initial states of local rows or document parts: states that enter spans, else `rows` (None: zeros)."""
     count = len(shard.parts) if shard.packed else batch * len(shard.local)
     base = entering[0].new_zeros(count, *x.shape) if rows is None else rows.to(entering[0].dtype)
     for i, (span, state) in enumerate(zip(shard.local, entering, strict=True)):

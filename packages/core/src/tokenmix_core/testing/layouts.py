@@ -1,4 +1,4 @@
-"""Memory layouts: tensors with equal elements, but different strides, offsets or storages."""
+"""Memory layouts: tensors of equal shapes with different strides, offsets or storages; most have equal elements."""
 
 from __future__ import annotations
 

@@ -34,8 +34,8 @@ class SlotLayout:
 
     Args:
         template: a state of one sequence with all its tensors, at its largest size.
-        state_dtype: dtype of a slot's recurrent states, which are float32 in `template`: the parts of class
-            `TensorState` with that dtype. A step computes in float32, and rounds the state once.
+        state_dtype: dtype in a slot of recurrent states: the parts of class `TensorState` that are float32 in
+            `template`. A step computes in float32, and rounds the state once.
     """
 
     def __init__(self, template: LayerState, state_dtype: torch.dtype = torch.float32):

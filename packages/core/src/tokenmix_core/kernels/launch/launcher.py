@@ -24,7 +24,7 @@ Launch = tuple[Any, tuple[int, ...], tuple, dict[str, Any]]
 
 # a kernel with PDL=True must be launched with Triton's option `launch_pdl`
 _WITH_PDL, _WITHOUT_PDL = {PDL: True, "launch_pdl": True}, {PDL: False}
-# maximum number of compiled versions of a kernel; the oldest is dropped
+# maximum number of keys under which a kernel's compiled versions are stored; the oldest key is dropped
 _MAX_FORMS = 1024
 
 

@@ -39,9 +39,9 @@ def segment_kernel(
     """Compute L or M of a segment, BV columns per program; a first segment's L starts from the initial state.
 
     M is computed by the recurrence with values of 0, starting from the identity matrix. The last segment of a sequence
-    needs neither M nor L. A segment whose decay is below the limit needs no M. It needs L, scanned from its first chunk
-    that is not negligible, only if the next segment is not the last and has a decay that is not below the limit. All
-    chunks that are read are full. WRITES is the number of chunks that share a write factor, or 0.
+    needs neither M nor L, and the first no M. A segment whose decay is below the limit needs no M. It needs L, scanned
+    from its first chunk that is not negligible, only if the next segment is not the last and has a decay that is not
+    below the limit. All chunks that are read are full. WRITES is the number of chunks that share a write factor, or 0.
     """
     i_tile, i_sh = tl.program_id(0) % ((K + V) // BV), tl.program_id(0) // ((K + V) // BV)
     HV = H * group

@@ -20,7 +20,7 @@ _calls: dict[tuple, int] = {}
 
 
 def kernels_before_plan(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> str | None:
-    """Return `OURS` if an unpacked call of this shape is too rare for a cuDNN plan, else None.
+    """Return `OURS` if an unpacked call of this shape is too rare for a cuDNN plan and fits our kernels, else None.
 
     `OURS` selects our kernels for both passes. The call is counted.
     """

@@ -25,7 +25,7 @@ class Inputs(NamedTuple):
     impl: str | None = None
 
     def aligned(self) -> Inputs:
-        """Return the arguments as kernels need them: q, k and v by `token_rows`, other tensors contiguous."""
+        """Return the arguments as kernels need them: q, k, v by `token_rows`; g, states, dt, D by `aligned`."""
         q, k, v = map(token_rows, self[:3])
         g, initial_state, dt, D = map(aligned, self[3:7])
         return self._replace(q=q, k=k, v=v, g=g, initial_state=initial_state, dt=dt, D=D)

@@ -233,7 +233,7 @@ def select_blocks_kernel(q, pooled, lse, blocks, cu_seqlens, *, block_size, shif
             W=W, first=shift + run.start, S=S, BLOCK=block_size, PACKED=cu_seqlens is not None,
         )  # fmt: skip
         tiles = cdiv(T, BQ)
-        # if there are few tiles of queries, several programs share the blocks of a tile
+        # if there are few tiles of queries, more programs share the blocks of a tile
         part = _BLOCKS * (8 if B * H * tiles >= 512 else 1)
         parts = cdiv(W, part)
         _score_blocks[(B * H * tiles * parts,)](

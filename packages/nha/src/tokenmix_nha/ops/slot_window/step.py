@@ -130,7 +130,7 @@ def _step_op(
     slots_v: Tensor, ring_k: Tensor, ring_v: Tensor, ring_f: Tensor, ring_k_slots: Tensor | None, length: Tensor,
     scale: float, normalizer: float | None, read_ring: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Return o `[B, HQ, V]` and the log-sum-exp `[B, HQ]` over the slots and, if `read_ring`, the ring buffer."""
+    """Update the state; return o `[B, HQ, V]` and lse `[B, HQ]` over the slots and, if `read_ring`, the ring buffer."""
     o, lse = _step_outputs(q, k, v)
     batch, window, heads, _ = ring_k.shape
     M = slots_k.shape[2]

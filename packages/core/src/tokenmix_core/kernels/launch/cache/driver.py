@@ -109,7 +109,7 @@ def launch() -> Callable[..., None] | None:
 
 
 def _enter() -> None:
-    """Make the current device's context current for this thread, which the driver, unlike CUDA's runtime, requires."""
+    """Make the device's context current if this thread has none, because the driver, unlike CUDA's runtime, needs one."""
     context = ctypes.c_void_p()
     _cuda().cuCtxGetCurrent(ctypes.byref(context))
     if not context:

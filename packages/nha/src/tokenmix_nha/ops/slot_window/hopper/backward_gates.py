@@ -29,7 +29,7 @@ def hopper_backward_gates_kernel(
     T, N, H, before, window, chunks, entries,
     M: gl.constexpr, SLOTS, K: gl.constexpr, V: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
-    """Store df_j = ⟨dS_j, α_j (S_{j−1} − (k̂_j, v_j))⟩ `[BT, M]` of a chunk's tokens; README.md derives the sums."""
+    """Store df_j = ⟨dS_j, α_j (S_{j−1} − (k̂_j, v_j))⟩ `[BT, M]` of a weak chunk's tokens; README.md derives it."""
     BT: gl.constexpr = 64
     dtype: gl.constexpr = v.dtype.element_ty
     square: gl.constexpr = mma_layout(BT, 4)
