@@ -332,7 +332,7 @@ class _Stages:
         return occurs
 
     def train_tokenizer(self, vocabulary: int) -> None:
-        """Train the vocabulary of byte-level BPE on a sample of the training documents."""
+        """Train byte-level BPE on a sample of the training documents and save it, unless the folder has a tokenizer."""
         folder = self.folder / TOKENIZER
         if folder.is_dir():
             return

@@ -61,7 +61,7 @@ class Package(NamedTuple):
 
 
 def download(folder: Path, patterns: Sequence[str] = PACKAGES) -> None:
-    """Download packages with apt into `folder`; packages that are already there are not downloaded again.
+    """Download with apt, for each pattern of names, the match with the highest number, unless `folder` has it.
 
     Raises:
         OSError: apt is not installed, or a download failed.

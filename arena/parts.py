@@ -44,7 +44,7 @@ def _index(parts: Path) -> dict[str, Any]:
 
 
 def _write(path: Path, name: str, offset: int, target: Path, most: int) -> dict[str, Any]:
-    """Compress into one part as many bytes of a file, from `offset` on, as fit; return the part's index entry."""
+    """Compress up to 2 · `most` bytes from `offset` on into a part of at most `most` bytes; return its index entry."""
     with path.open("rb") as file:
         count = 2 * most
         while True:

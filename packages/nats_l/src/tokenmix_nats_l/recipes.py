@@ -1,6 +1,6 @@
 """Recipes: the paper's models, ablations and baselines, recall for one GPU, and a tiny model for a laptop.
 
-Hybrids have NAtS-L in layers 3, 7, 11, 15, 19 and 20 of 21 and Gated DeltaNet in all others, without rotary positions.
+Of their layers 0 to 20, hybrids have NAtS-L in 3, 7, 11, 15, 19 and 20, else Gated DeltaNet; no rotary positions.
 The pure model has NAtS-L in all layers, with rotary positions. Tests count their parameters.
 """
 

@@ -187,7 +187,7 @@ def _kind_of(file: Path) -> str | None:
 
 
 def _files_source(path: Path, text_field: str) -> Source:
-    """Return one source of all files of a known kind in `path`, a file or a folder, in the order of their paths."""
+    """Return a source of a file (of unknown kinds as text), or of a folder's files of known kinds, sorted by path."""
     if path.is_file():
         if path.suffix.lower() in _NO_TEXT:
             raise ValueError(f"{path} is no running text, JSONL or parquet; expected one that ends in {_READABLE}")

@@ -131,7 +131,7 @@ class History:
         self.snapshots, self.inputs, self.pending = [], [], 0
 
     def change_batch(self, cache: Restorable, fn: Callable[[Tensor], Tensor]) -> None:
-        """Apply `fn`, which changes the batch, to pending tokens; drop other inputs; replace all snapshots by a new one."""
+        """Apply `fn`, which changes the batch, to pending tokens; drop other inputs; replace snapshots by a new one."""
         self.inputs = [x.map(fn) for x in self.inputs[len(self.inputs) - self.pending :]]
         self.snapshots = [cache.snapshot()]
 

@@ -120,7 +120,7 @@ class SlotLayout:
         return held
 
     def scatter(self, state: LayerState, views: dict[str, list[Tensor]], slots: Tensor) -> None:
-        """Store the states of sequences in `slots`; a tensor with fewer entries than the slot fills its beginning."""
+        """Store sequences' states in `slots`, except parts that lie there; entries that a tensor lacks become 0."""
         for name, part in state.parts.items():
             if part.slots is not None:
                 continue

@@ -63,7 +63,7 @@ def within(o_t, low, high, m_d):
 
 @triton.jit
 def load_input(p_x, p_initial, o_t, length, m_d, stride_x, W: tl.constexpr, m_initial=None):
-    """Load the input at position `o_t` as float32; negative positions are read from the initial state, or are zero.
+    """Load the input at position `o_t` as float32, from the initial state if negative; zero outside of both.
 
     `m_d` masks the channels. `m_initial`, unless None, replaces it for reads from the initial state.
     """

@@ -105,13 +105,14 @@ def choose_impl(call: Call) -> str:
     - "flash_attn" on Hopper with FlashAttention-4, for large calls with heads of 128 and no sinks, and with no window
       or, if unpacked, a wide one;
     - "triton", our kernels, if Gluon runs;
-    - "sdpa" for plain attention (16-bit, unpacked, no window, at least 128 queries aligned with the keys) that is large
-      enough to fill the GPU, also with K ≠ V up to cuDNN's largest head;
+    - "sdpa" for plain attention (16-bit, unpacked, no window, at least 128 queries aligned with the keys), also with
+      K ≠ V up to cuDNN's largest head; but not for calls too small to fill the GPU, if no heads share keys and K ≤ 128;
     - "triton" for all other calls that our kernels support;
     - "reference" (heads beyond 256, float64).
 
-    On a CPU: "sdpa" if it supports the call with a small mask, else "reference". `backward_impl` selects the backward
-    pass. flash-attn 2 runs only by name, since no call is known for which it is the fastest.
+    On a CPU: "sdpa" if it supports the call and there is no window, or the window's mask is small; else "reference".
+    `backward_impl` selects the backward pass. flash-attn 2 runs only by name, since no call is known for which it is
+    the fastest.
     """
     if call.device == "cuda":
         order = ("sdpa", "triton") if _is_for_cudnn(call) and not call.gluon else ("triton",)

@@ -28,8 +28,8 @@ def gated_sum(
     Args:
         compressed, selected, window: outputs of NSA's branches, all bfloat16, float16, float32 or float64.
         gates: gates of the branches in this order, in the same dtype.
-        impl: "triton", "reference" (any device), or None: Triton for CUDA tensors. torch.compile traces the reference,
-            which it fuses with adjacent operations.
+        impl: "triton", "reference" (any device), or None: Triton for CUDA tensors, except float64. torch.compile traces
+            the reference, which it fuses with adjacent operations.
 
     Raises:
         ValueError: shapes, dtypes or devices that do not match, or an `impl` that does not support the call.

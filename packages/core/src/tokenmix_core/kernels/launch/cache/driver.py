@@ -109,7 +109,7 @@ def launch() -> Callable[..., None] | None:
 
 
 def _enter() -> None:
-    """Make the device's context current if this thread has none, because the driver, unlike CUDA's runtime, needs one."""
+    """Make the device's context current if this thread has none: the driver, unlike CUDA's runtime, needs one."""
     context = ctypes.c_void_p()
     _cuda().cuCtxGetCurrent(ctypes.byref(context))
     if not context:
