@@ -89,7 +89,10 @@ def clocks(model: Any) -> Iterator[tuple[Clock, Clock]]:
 
 @torch.inference_mode()
 def prefill_latency(model: Any, ids: Int[Tensor, "B T"], *, runs: int = RUNS) -> dict[str, Any]:
-    """Return a table row with the time to prefill `ids`: the mean of all runs except the fastest and the slowest."""
+    """Return a table row with the time of the layers with a KV cache, and of their scorers, to prefill `ids`.
+
+    Times are means of all runs except the fastest and the slowest; a first run is not timed.
+    """
     layers, scoring = [], []
     with clocks(model) as (of_layers, of_scoring):
         for run in range(runs + 1):
@@ -106,7 +109,7 @@ def prefill_latency(model: Any, ids: Int[Tensor, "B T"], *, runs: int = RUNS) ->
 
 @torch.inference_mode()
 def decode_latency(model: Any, ids: Int[Tensor, "B T"], *, steps: int = STEPS) -> dict[str, Any]:
-    """Return a table row with the mean time to decode one of the last `steps` tokens of `ids`.
+    """Return a table row with these layers' and scorers' mean time to decode one of the last `steps` tokens of `ids`.
 
     Up to `steps` / 2 tokens before them are decoded as warm-up. "context" is the number of tokens before the first
     timed one. Tokens are taken from `ids`, not sampled. Steps run eagerly instead of as CUDA graphs, so that each layer

@@ -146,6 +146,8 @@ class Lte(Mixer):
     def set_limits(self, *, cap: int | None = None, window: int | None = None) -> None:
         """Set the cap or the window for later calls, which need new states; None leaves a limit unchanged.
 
+        A layer that retains only its sinks ignores `cap`.
+
         Raises:
             ValueError: a cap below 1 or the number of sinks, or a window narrower than the tokens that the scorer
                 reads.

@@ -81,7 +81,7 @@ def can_round(modules: Iterable[nn.Module], input_ids: Tensor) -> bool:
 
 
 def takes_more_tokens(module: nn.Module) -> bool:
-    """False if `module` is a mixer whose own class does not set `takes_more_tokens`; True for other modules."""
+    """False for a mixer, unless its own class sets `takes_more_tokens` to True; True for other modules."""
     if not isinstance(module, Mixer):
         return True
     return "takes_more_tokens" in vars(type(module)) and module.takes_more_tokens

@@ -17,7 +17,10 @@ KERNELS = "TOKENMIX_VLLM_KERNELS"
 
 
 def register() -> None:
-    """Register our architectures and the metadata of our states; vLLM calls this in each of its processes."""
+    """Register our architectures, the metadata of our states and, if `KERNELS` is set to 1, our layers in vLLM's models.
+
+    vLLM calls this in each of its processes.
+    """
     from vllm import ModelRegistry  # pyright: ignore[reportMissingImports]
     from vllm.v1.attention.backends.registry import (  # pyright: ignore[reportMissingImports]
         MambaAttentionBackendEnum,

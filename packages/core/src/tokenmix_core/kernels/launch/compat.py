@@ -160,7 +160,7 @@ _transform = find("torch._C._functorch:peek_interpreter_stack")
 
 
 def in_transform() -> bool:
-    """Tell whether `torch.func.grad`, `vmap` or `jvp` is active; False under torch.compile or if torch does not tell."""
+    """Tell whether `torch.func.grad`, `vmap` or `jvp` is active; False under torch.compile, or if unknown."""
     if torch.compiler.is_compiling() or _transform is None or (top := _transform()) is None:
         return False
     return top.key().name != "Functionalize"

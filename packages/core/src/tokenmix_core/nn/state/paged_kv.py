@@ -269,7 +269,8 @@ class PagedKVState(StatePart):
         self._bound = _NONE if self._stored is None else self._capacity()
 
     def _ensure_pages(self, k: Tensor, take: Tensor, known: Pages | None) -> int:
-        """Allocate pages for the runs of tokens selected by `take`; return a bound of the pages that a row takes."""
+        """Allocate more pages if the runs that `take` selects may not fit, unless the memory is fixed; return an upper
+        bound of the number of these runs in a row."""
         N, runs, H = take.shape
         most = runs * H
         if self._stored is not None and self.fixed:

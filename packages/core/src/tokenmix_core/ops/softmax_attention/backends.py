@@ -146,9 +146,9 @@ def backward_impl(impl: str | None, call: Call, through_lse: bool) -> str | None
     `through_lse` is True if the log-sum-exp has a gradient.
 
     Both passes use one implementation, unless the log-sum-exp has a gradient that this implementation does not take.
-    If `impl` is None, the fastest one runs: FlashAttention-4 for large calls, but not for heads of 64 with a window or
-    packed sequences, nor for heads of 128 with both; else cuDNN for calls as in `_is_for_cudnn`, but not for heads
-    of 64; else our kernels.
+    If `impl` is None, the fastest one runs. In 16 bits this is FlashAttention-4 for large calls, but not for heads of
+    64 with a window or packed sequences, nor for heads of 128 with both; else cuDNN for calls as in `_is_for_cudnn`,
+    but not for heads of 64, nor if `through_lse`; else our kernels.
     """
     if through_lse and (impl == "sdpa" or (impl == "flash_attn" and flash_attention() != 4)):
         return None if call.device == "cuda" else "reference"
@@ -222,7 +222,7 @@ def _flash_limit(call: Call) -> str | None:
 
 
 def _gluon_limit(call: Call) -> str | None:
-    """Return why Gluon kernels do not support the call, or None; `plan.limit` checks head sizes and layouts."""
+    """Return why Gluon kernels do not support a CUDA call, or None; `GLUON.require` checks device, sizes and layouts."""
     return _triton_limit(call) if call.device == "cuda" else None
 
 

@@ -160,7 +160,7 @@ def _check_selection(q, pooled, lse, count, block_size, shift, scale, cu_seqlens
 
 
 def _options(op, dims, q, block_size, scale, cu_seqlens, impl, why: str | None) -> tuple[float, str]:
-    """Check options; return scale and implementation. `why` says why kernels do not support the call (None: they do)."""
+    """Check options; return scale and implementation. `why`: why kernels do not support the call (None: they do)."""
     check_multiple(op, "HQ", dims["HQ"], "H", dims["H"])
     check_cu_seqlens(op, cu_seqlens, dims["B"], dims["TQ"])
     if isinstance(block_size, bool) or not isinstance(block_size, int) or block_size < 1:

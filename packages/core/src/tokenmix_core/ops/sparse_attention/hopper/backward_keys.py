@@ -185,7 +185,7 @@ def backward_keys(
     q, k, v, do, bias, keys: KeyLists, scale, dk, dv, dm, partial_k, partial_v, partial_m, ranks, lists,
     schedule: TileSchedule, *, VALUES: bool,
 ) -> None:  # fmt: skip
-    """Write dk, dv and, unless `dm` is None, each key's term of d(keep); for split tiles, write their partial sums."""
+    """Write dk, dv and, unless None, dm (see `listed_keys_backward`); for split tiles, write their partial sums."""
     small = q.shape[3] == v.shape[3] == 64 and (dm is None or VALUES)
     programs = len(schedule.work_tiles)
     _kept_attention_backward_keys[(programs,)](

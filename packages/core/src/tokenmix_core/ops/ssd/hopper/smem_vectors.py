@@ -53,7 +53,7 @@ def load_vectors(p_x, stride, rows, R: gl.constexpr):
 
 @gluon.jit
 def store_decays(b_h, from_h, to_h, b_g, scale):
-    """Store each head's cumulative decay b, `scale e^b`, `e^(b_C − b)`; return b_C (the last b) and `e^(b_C − b)`."""
+    """Store each head's cumulative log2 decay b, `scale 2^b`, `2^(b_C − b)`; return b_C (the last b), `2^(b_C − b)`."""
     R: gl.constexpr = b_g.shape[0]
     b_g = gl.maximum(b_g * LOG2_E, LOWEST)
     b_b, b_total = gl.associative_scan(b_g, 1, add), gl.sum(b_g, 1)
