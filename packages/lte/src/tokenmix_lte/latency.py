@@ -109,11 +109,11 @@ def prefill_latency(model: Any, ids: Int[Tensor, "B T"], *, runs: int = RUNS) ->
 
 @torch.inference_mode()
 def decode_latency(model: Any, ids: Int[Tensor, "B T"], *, steps: int = STEPS) -> dict[str, Any]:
-    """Return a table row with these layers' and scorers' mean time to decode one of the last `steps` tokens of `ids`.
+    """Return a table row with the time of the layers with a KV cache, and of their scorers, to decode one token.
 
-    Up to `steps` / 2 tokens before them are decoded as warm-up. "context" is the number of tokens before the first
-    timed one. Tokens are taken from `ids`, not sampled. Steps run eagerly instead of as CUDA graphs, so that each layer
-    can be timed.
+    Times are means over the last `steps` tokens of `ids`. Up to `steps` / 2 tokens before them are decoded as warm-up.
+    "context" is the number of tokens before the first timed one. Tokens are taken from `ids`, not sampled. Steps run
+    eagerly instead of as CUDA graphs, so that each layer can be timed.
     """
     context = ids.shape[1] - steps
     warm_up = min(steps // 2, context - 1)

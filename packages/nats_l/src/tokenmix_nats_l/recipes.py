@@ -1,7 +1,7 @@
 """Recipes: the paper's models, ablations and baselines, recall for one GPU, and a tiny model for a laptop.
 
-Of their layers 0 to 20, hybrids have NAtS-L in 3, 7, 11, 15, 19 and 20, else Gated DeltaNet; no rotary positions.
-The pure model has NAtS-L in all layers, with rotary positions. Tests count their parameters.
+Hybrids have 21 layers: NAtS-L in layers 3, 7, 11, 15, 19 and 20, counted from 0, and Gated DeltaNet in all others,
+without rotary positions. The pure model has NAtS-L in all layers, with rotary positions. Tests count their parameters.
 """
 
 from __future__ import annotations

@@ -120,7 +120,7 @@ UNMATCHED: dict[str, dict[str, float]] = {
 
 
 def _difference(name: str, size: str) -> str:
-    """Return a phrase that says by how much a recipe's parameter count differs from NHA's, if it does, else ""."""
+    """Return a phrase that says by how much a recipe's parameter count differs from NHA's; empty if it does not."""
     share = UNMATCHED.get(name, {}).get(size)
     return "" if share is None else f", {abs(share):.1%} {'more' if share > 0 else 'fewer'} parameters than NHA"
 

@@ -137,7 +137,7 @@ def chunk_gla(
     sequence_shard: SequenceShard | None = None,
     **options: Any,
 ) -> ScanOutput:
-    """Apply `ops.chunk_gla`, also to split sequences: from zero, with final states of the rows of `shard.to_rows`."""
+    """Apply `ops.chunk_gla`, also to split sequences, from zero; final states are those of `shard.to_rows`."""
     shard = require_shard("chunk_gla", sequence_shard, cu_seqlens)
     if shard is None:
         return ops.chunk_gla(q, k, v, g, initial_state=initial_state, cu_seqlens=cu_seqlens, **options)

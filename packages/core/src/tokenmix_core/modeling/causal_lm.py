@@ -181,7 +181,8 @@ class HybridForCausalLM(GeneratesInSteps, HybridPreTrainedModel, GenerationMixin
     def _fuses_loss(self, output_logits: bool) -> bool:
         """True if the loss is computed by blocks of tokens from the output layer's weight, without all logits.
 
-        A sharded output layer's weight can be read only if the call returns no logits (`output_logits`).
+        A sharded output layer's weight can be read only if the call returns no logits (`output_logits`). Warns if only
+        the output layer prevents a fused loss.
         """
         own_loss = self.loss_function is not ForCausalLMLoss
         sharded = is_sharded_linear(self.lm_head) and not output_logits

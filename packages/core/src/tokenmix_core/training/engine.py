@@ -54,8 +54,8 @@ class RecipeTrainer(ShardedTrainer):
     """The Trainer that runs a recipe.
 
     It adds to the Trainer: the recipe's learning rates and weight decay; training without a cache; tokens/s,
-    model-FLOPs utilisation and auxiliary losses in the log; atomic checkpoints; an error as soon as the loss or a
-    weight is not finite; and CUDA graphs.
+    model-FLOPs utilisation and auxiliary losses in the log; atomic checkpoints; an error if a logged loss or gradient
+    norm is not finite, or a weight at a checkpoint; and CUDA graphs.
 
     Args:
         schedule: the recipe's learning rates and batch sizes.

@@ -17,7 +17,7 @@ KERNELS = "TOKENMIX_VLLM_KERNELS"
 
 
 def register() -> None:
-    """Register our architectures, the metadata of our states and, if `KERNELS` is set to 1, our layers in vLLM's models.
+    """Register our architectures, the metadata of our states and, if `KERNELS` is 1, our layers of vLLM's models.
 
     vLLM calls this in each of its processes.
     """

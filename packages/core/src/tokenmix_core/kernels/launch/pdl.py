@@ -46,8 +46,8 @@ def pdl_launches(device: torch.device) -> Iterator[None]:
 
     Before `gdc_wait` a kernel may read only data that neither an earlier kernel of the block nor the last kernel before
     the block writes: weights, and state that only this kernel updates. A block is one decoding step; its first kernel
-    reads nothing before waiting. Nothing changes on GPUs before Hopper, with drivers before CUDA 12.3 and on other
-    devices.
+    reads nothing before waiting. Nothing changes on GPUs before Hopper, with drivers before CUDA 12.3, on other
+    devices, and if `TOKENMIX_PDL` is 0.
     """
     before, enabled.on = enabled.on, wanted() and device.type == "cuda" and _can(device.index)
     try:

@@ -54,7 +54,7 @@ def rotate(
 ) -> Float[Tensor, "B T H K"]:
     """Rotate channels i and i + K/2 of every head by the i-th angle of its token, after an RMS norm of the head.
 
-    Computed in float32, returned in x's dtype; differentiable in x and weight.
+    Computed in float32 (float64 for float64), returned in x's dtype; differentiable in x and weight.
 
     Args:
         x: `[B, T, H, K]`, K even.

@@ -222,7 +222,7 @@ def _flash_limit(call: Call) -> str | None:
 
 
 def _gluon_limit(call: Call) -> str | None:
-    """Return why Gluon kernels do not support a CUDA call, or None; `GLUON.require` checks device, sizes and layouts."""
+    """Return why Gluon kernels do not support a CUDA call, or None; `GLUON.require` checks sizes and layouts."""
     return _triton_limit(call) if call.device == "cuda" else None
 
 

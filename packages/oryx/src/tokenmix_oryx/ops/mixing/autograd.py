@@ -43,7 +43,7 @@ class Inputs(NamedTuple):
     impl: str | None
 
     def readable(self) -> Inputs:
-        """Return the inputs as kernels read them: slices of `shared` keep their strides; rows, weights, flags are dense."""
+        """Return the inputs as kernels read them: rows, weights, flags contiguous, slices of `shared` as they are."""
         names = "rows", "A_log", "dt_bias", "k_weight", "v_weight", "norm_weight", "row_ids", "attends"
         return self._replace(**{name: t.contiguous() for name in names if (t := getattr(self, name)) is not None})
 

@@ -141,7 +141,7 @@ def matching(
 def alike(inputs: Sequence, matches: list[int]) -> Callable:
     """Return a function that is true if its arguments have the same signature as `inputs`; addresses may differ.
 
-    Matches are counted in `matches[0]`.
+    Matches are counted in `matches[0]`. The function is always false if torch lacks guards.
     """
     if compat.Guards is None:
         return lambda *others: False

@@ -160,7 +160,8 @@ def write_outputs(pointers, tiles, results, barriers, s_o, scale, span, HV: gl.c
 
     S: state before the chunk; R: residuals of its tokens; γ, Γ: decays (all as in README.md). n is the scale. With
     `options.l2norm`, n is divided by the norms of Q's rows, computed from diag(Q Qᵀ), and β by the norms of K's rows
-    (the stored gate β r). With `options.save` also store S and R of each chunk.
+    (the stored gate β r). With `options.save` also store S and R of each chunk. Nothing is stored for the first
+    `before` chunks of `span`.
     """
     L2NORM: gl.constexpr = options.l2norm
     SAVE: gl.constexpr = options.save
