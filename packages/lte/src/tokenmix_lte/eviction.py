@@ -44,7 +44,7 @@ def eviction_times(
         window: number of tokens in the window; the key at position p leaves it when query p + window comes.
         cu_seqlens: boundaries of packed sequences; positions count from each sequence's start.
         impl: "triton", "reference" (any device), or None: the kernel for CUDA tensors. Packed rows, more than 2³³
-            pairs, and float64 scores always use the reference.
+            pairs, and scores of other dtypes than float32 always use the reference.
     """
     # under torch.compile the whole function is one operator, because the number of steps depends on T
     find = _custom_op if torch.compiler.is_compiling() else _eviction_times

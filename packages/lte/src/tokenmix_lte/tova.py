@@ -1,4 +1,4 @@
-"""TOVA (token omission via attention): trained attention that evicts the token which gets the least attention."""
+"""TOVA (token omission via attention): in evaluation, attention evicts the token that gets the least attention."""
 
 from __future__ import annotations
 

@@ -61,8 +61,8 @@ def rotate(
         cos, sin: cosines and sines of the angles, float32 `[B or 1, T, K / 2]`.
         weight: weight of the norm; None for no norm.
         eps: added to the norm's mean square.
-        impl: "triton", "reference" (any device), or None: Triton for CUDA tensors in eager mode, else the reference,
-            which torch.compile fuses with its neighbours.
+        impl: "triton", "reference" (any device), or None: Triton for CUDA tensors in eager mode except float64, else
+            the reference, which torch.compile fuses with its neighbours.
 
     Raises:
         ValueError: shapes, dtypes or devices do not match.

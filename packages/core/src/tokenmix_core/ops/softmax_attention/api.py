@@ -52,8 +52,8 @@ def attention(
         lse_i = log Σ_{j ∈ S(i)} exp(scale · q_i · k_j)
         o_i   = Σ_{j ∈ S(i)} exp(scale · q_i · k_j − lse_i) v_j
 
-    S(i) is all keys; with `causal`, keys j ≤ i; with a `window` of w, of these only keys j > i − w and the first
-    `sinks` keys of the sequence. A query that sees no key gets o = 0 and lse = −∞, and passes no gradient.
+    S(i) is all keys of the sequence; with `causal`, keys j ≤ i; with a `window` of w, of these only keys j > i − w and
+    the first `sinks` keys. A query that sees no key gets o = 0 and lse = −∞, and passes no gradient.
 
     Args:
         q, k, v: bfloat16, float16, float32 or float64, all of one dtype. HQ is a multiple of H.

@@ -1,4 +1,4 @@
-"""Hopper kernel that scans the slots over the chunks and computes each chunk's gate factors.
+"""Hopper kernel that scans the slots over the chunks; it stores each chunk's slots, log2 decay and if it is strong.
 
 One CTA of two warpgroups scans one head over one sequence, or over one segment of the sequence. The CTA holds all
 channels of the head, so gates are computed only once. Iteration i, with NUM_STAGES pipeline stages of keys and values
