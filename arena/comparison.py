@@ -192,7 +192,7 @@ class Comparison:
         return [run for run in self.cost_runs() if self.result(run) is None]
 
     def result(self, run: Run | CostRun) -> store.Result | None:
-        """Return the result of a run, or None if it has none yet.
+        """Return the result of a run, or None if it has none yet, or one that does not count (`exploratory`).
 
         Raises:
             ValueError: the result is damaged, or was produced by other settings.

@@ -218,7 +218,13 @@ class _Stages:
         return json.loads(path.read_text())
 
     def clean(self, found: Sequence[packages.Package], recipe: Recipe) -> dict[str, Any]:
-        """Write the training text and the held-out text, without repeated text and without text that both contain."""
+        """Write training text and held-out text, without repetitions, and names in the latter; return counts and leaks.
+
+        Held-out lines that share a span of bytes with the training text are left out.
+
+        Raises:
+            ValueError: too little text is held out, or too much of it still occurs in the training text.
+        """
         counts = self._once("split", lambda: self._split(found, recipe))
         leaks = self._once("leaks", self._leaks)
         if (size := leaks.pop("held-out bytes")) < recipe.least_held_out:

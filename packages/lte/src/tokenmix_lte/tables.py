@@ -80,7 +80,7 @@ def needle_suite(model: Any, tokenizer: Any, options: EvalOptions) -> SuiteResul
 
 
 def evaporate_suite(model: Any, tokenizer: Any, options: EvalOptions) -> SuiteResult:
-    """Run core's `recall` suite (FDA, SWDE, NQ, SQuAD, TriviaQA, DROP) on prompts up to 4K tokens (paper, Table 3)."""
+    """Run core's `recall` suite (FDA, SWDE, NQ, SQuAD, TriviaQA, DROP; paper, Table 3), by default up to 4K tokens."""
     options = replace(options, max_length=options.max_length or EVAPORATE_LENGTH)
     return {**recall_suite(model, tokenizer, options), "suite": "evaporate"}
 

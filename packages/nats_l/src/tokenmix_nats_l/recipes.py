@@ -69,7 +69,7 @@ ABLATIONS: dict[str, dict[str, Any]] = {
 
 
 def ablation(name: str, size: str = "380m") -> Recipe:
-    """Return the recipe of a row of the paper's Table 4: the hybrid's recipe with the row's options."""
+    """Return the recipe of an ablation: the hybrid's recipe with the options that `ABLATIONS` lists."""
     recipe = paper(size, **ABLATIONS[name])
     return replace(recipe, name=f"{recipe.name}-{name}", description=f"ablation of NAtS-L Hybrid: {name}")
 

@@ -153,7 +153,8 @@ def _asked_for(args: argparse.Namespace, context: Context) -> tuple[str, Path, l
     """Return the name of the recipe that `train` should run, the run's folder, and the flags that set fields.
 
     Raises:
-        ValueError: neither a recipe nor a run is named, or two different folders are named.
+        ValueError: neither a recipe nor a run is named, two different folders are named, or this command does not know
+            the run's recipe.
     """
     fields = list(args.rest)
     name = fields.pop(0) if fields and not fields[0].startswith("-") else None
@@ -320,7 +321,7 @@ def config_of(target: str, context: Context) -> Any:
     """Return the model configuration of a checkpoint or a recipe.
 
     Raises:
-        ValueError: there is no recipe or model of this name.
+        ValueError: there is no recipe or model of this name, or the checkpoint's files are damaged.
     """
     if not is_checkpoint(target):
         if Path(target).exists():

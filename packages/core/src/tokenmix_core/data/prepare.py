@@ -63,8 +63,8 @@ def prepare(
         tokenizer: "bytes", or the name of a tokenizer on the hub, or its folder. A document of more than a million
             characters is tokenized in parts, cut between words.
         held_out: fraction of documents to hold out, selected by a hash of their text, so that equal documents are in
-            the same split. If it is not 0, at least one is held out if two documents differ, or the end of a large
-            document.
+            the same split (see `is_held_out` for sources with another rule). If it is not 0, at least one is held out
+            if two documents differ, or the end of a large document.
         max_tokens: stop after the document with which the file has at least this many tokens.
         on_bad_row: at a row without text, "stop" and keep the rows before it, or "skip" the row; the file's
             `meta.source["skipped_rows"]` counts skipped rows.
@@ -276,7 +276,7 @@ def cache_folder() -> Path:
 
 
 class TrainedOn(NamedTuple):
-    """The text on which a run was trained; all fields are empty if it is unknown.
+    """The text on which a run was trained; if it is unknown, all fields have their defaults.
 
     Attributes:
         fingerprints: fingerprint of each source, which begins with the sha256 of the source's tokens.

@@ -13,14 +13,14 @@ _BLOCK_BYTES = 2**20
 
 
 class BadRow(ValueError):
-    """A row of a source without text; the message names the row and the reason. Sources yield it like a row."""
+    """A row or file from which no text can be read; the message names it and the reason. Sources yield it as a row."""
 
 
 class FileText(str):
     """A document that was read from a file.
 
     Attributes:
-        kind: the kind of the file.
+        kind: the kind of the file: "JSONL", "parquet" or "text".
     """
 
     kind: str

@@ -126,7 +126,7 @@ def layer_heatmap(title: str, x: str, layers: Iterable[int], values: list[list[f
 
 
 class SuiteResult(TypedDict):
-    """The results of a suite: plain data, fit for JSON.
+    """The results of a suite: plain data, fit for JSON without `failed`.
 
     Attributes:
         suite: the suite's name.

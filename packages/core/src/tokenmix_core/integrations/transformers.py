@@ -283,7 +283,10 @@ def _attribute(name: str, module: nn.Module) -> str:
 
 
 def _ours(cls: type, impl: Impl | None) -> Callable[..., Any]:
-    """Return the forward of a transformers class, rebuilt so that it calls our functions."""
+    """Return our forward of a transformers class.
+
+    A layer's is rebuilt so that it calls our functions, a norm's is ours, and a model's separates packed sequences.
+    """
     family = _family(cls)
     assert family is not None
     if not _runs_kernels(cls):

@@ -199,7 +199,7 @@ class HybridForCausalLM(GeneratesInSteps, HybridPreTrainedModel, GenerationMixin
         num_items: Tensor | int | None,
         auxiliary: dict[str, Tensor | tuple[Tensor, ...]] | None,
     ) -> Float[Tensor, ""]:
-        """Return the loss, from `logits` or, if these are None, from `hidden` and the output layer's weight."""
+        """Return the loss, auxiliary losses included, from `logits` or, if None, from `hidden` and the output layer."""
         extra = summed_losses(auxiliary)
         count = (targets != IGNORE).sum() if num_items is None else num_items
         if logits is not None and self.loss_function is not ForCausalLMLoss:

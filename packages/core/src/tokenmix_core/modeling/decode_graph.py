@@ -152,7 +152,9 @@ class StepStore:
         return max((x.capacity for x in self._idle if x.model_key == model_key), default=0)
 
     def give(self, steps: CapturedSteps) -> None:
-        """Keep `steps` for the next cache; drop those of the same key with no larger capacity, then the oldest."""
+        """Keep `steps` for the next cache; drop those of the same key with no larger capacity, and the oldest beyond
+        `_KEPT` or `_MOST_KEPT`.
+        """
         others = [x for x in self._idle if x.model_key != steps.model_key or x.capacity > steps.capacity]
         self._idle = [*others, steps][-_MOST_KEPT:]
         while len(self._idle) > _KEPT and sum(x.bytes for x in self._idle) > _KEPT_BYTES:

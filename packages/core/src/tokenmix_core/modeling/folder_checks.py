@@ -119,7 +119,7 @@ def _check_types(config: dict[str, Any], folder: Path) -> None:
 
 
 def _check_elements(folder: Path, config: dict[str, Any], elements: int) -> None:
-    """Raise a ValueError if the embedding alone would have far more elements than all weights in the files."""
+    """Raise a ValueError if the embedding has over 2³⁰ elements and over 16 times those of all weights in the files."""
     sizes = [config.get(name) for name in ("vocab_size", "hidden_size")]
     # the factor 16 covers quantised weights: up to eight elements share one stored element
     if all(isinstance(size, int) for size in sizes) and math.prod(sizes) > max(16 * elements, 2**30):  # type: ignore[arg-type]

@@ -107,7 +107,9 @@ class GeneratesInSteps:
     def init_continuous_batching(
         self, generation_config: Any = None, continuous_batching_config: Any = None, workload_hints: Any = None
     ) -> Any:
-        """Return transformers' manager of continuous batching; the arguments are those of transformers' method.
+        """Return transformers' manager of continuous batching, made anew unless the model already keeps one.
+
+        The arguments are those of transformers' method; a manager that is kept ignores them.
 
         Raises:
             ValueError: a version of transformers before 5.24, or options that are not available.

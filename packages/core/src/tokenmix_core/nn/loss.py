@@ -178,7 +178,7 @@ def _padded(weight: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _add_matmul(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """Add the matmul a b to total in place; a single GEMM if the device's 16-bit GEMM can accumulate in float32."""
+    """Add the matmul a b to total in place; in one GEMM if total is float32 and a 16-bit GEMM can return float32."""
     if total.dtype == torch.float32 and has_float32_output(a):
         torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
     else:

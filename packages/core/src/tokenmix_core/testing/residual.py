@@ -12,7 +12,10 @@ from tokenmix_core.testing.fake_cuda_graph import graphs_everywhere
 
 
 class ResidualContract:
-    """Tests that hooks on layers see the tensors that `hidden_states` returns, and may change them."""
+    """Tests of the options for hidden states and attention weights, and of hooks on layers.
+
+    Hooks see the tensors that `hidden_states` returns, and may change them.
+    """
 
     inputs: ClassVar[dict]
 

@@ -230,7 +230,7 @@ def require_agreement(values: Mapping[str, Any]) -> None:
         values: plain data by field name, as this rank has it.
 
     Raises:
-        ValueError: raised on all ranks if a value differs; the message names the fields and all their values.
+        ValueError: raised on all ranks if a value differs; the message names each such field and two of its values.
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return

@@ -275,7 +275,10 @@ def _check_alike(op: str, xs: Sequence[Tensor], weights: Sequence[Tensor]) -> No
 
 @Checked
 def _check_several(number, activation, cu_seqlens, impl, *tensors) -> str | None:
-    """Validate a call of `short_convs`; `tensors` are the inputs, then their weights, then their initial states."""
+    """Validate a call of `short_convs`; return the implementation, as `resolve_impl` does.
+
+    `tensors` are the inputs, then their weights, then their initial states.
+    """
     xs, weights, states = (tensors[i * number : (i + 1) * number] for i in range(3))
     for x, weight, state in zip(xs, weights, states, strict=True):
         backend = _check(x, weight, None, activation, state, cu_seqlens, impl)

@@ -184,7 +184,7 @@ def _(given: PrefillInputs):
 
 @of_fields
 def _prefills(given: PrefillsInputs) -> tuple[Tensor, Tensor, Tensor]:
-    """Return o of whole sequences for three inputs; with two inputs, the third tensor is empty."""
+    """Return o of whole sequences for two or three inputs, and update their slots; for two, the third o is empty."""
     from tokenmix_core.ops.causal_conv1d.forward import short_convs_forward
 
     xs, weights, activation = _each(given, "x"), _dense(given, "weight"), given.activation

@@ -28,7 +28,10 @@ def rotate_step_reference(
     q: Tensor, k: Tensor, v: Tensor | None, q_weight: Tensor | None, k_weight: Tensor | None, cos: Tensor | None,
     sin: Tensor | None, keys: Tensor, values: Tensor | None, positions: Tensor | None, eps: float,
 ) -> Tensor:  # fmt: skip
-    """Return the rotated q; store the rotated k, and v unchanged, in the cache; in eager PyTorch."""
+    """Return q, normalised if it has a weight, rotated if angles are given; store k, changed alike, and v in the cache.
+
+    All operations are PyTorch's.
+    """
 
     def rotated(x: Tensor, weight: Tensor | None) -> Tensor:
         if cos is not None and sin is not None:

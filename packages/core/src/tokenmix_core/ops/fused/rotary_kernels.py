@@ -208,7 +208,8 @@ def _backward(dy, x, weight, cos, sin, eps) -> tuple[Tensor, Tensor | None]:
 def _run_step(q, k, v, q_weight, k_weight, cos, sin, keys, values, positions, eps) -> Tensor:
     """Return the rotated q `[B, HQ, K]`; store the rotated k, and v, at `positions [B]` of the cache `[B, S, H, ...]`.
 
-    Without cos and sin nothing is rotated, and without `positions` the position is 0.
+    q and k are first normalised if they have a weight. Without cos and sin nothing is rotated, and without `positions`
+    the position is 0.
     """
     (B, HQ, K), H, V = q.shape, k.shape[1], 1 if v is None else v.shape[2]
     q, k = (as_rows(x.flatten(1)).view(x.shape) for x in (q, k))

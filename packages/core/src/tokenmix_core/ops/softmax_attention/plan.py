@@ -83,8 +83,8 @@ def plan(
         forward = Form.ONE
     if scale >= MIN_SCALE:
         keys = Form.ONE
-    # with heads of 64, use the Gluon dQ kernel only where it was measured to be faster: unpacked, many rows, a window.
-    # Without a window it is only 1 % faster, and spills on Triton 3.9
+    # with heads of 64, use the Gluon dQ kernel only if measured to be faster: unpacked, all queries, a window, and many
+    # CTAs per SM. Without a window it is only 1 % faster, and spills on Triton 3.9
     dense = cu_seqlens is None and not chosen
     measured = mask.window is not None and dense and device_tuning.many_waves(B * HQ * cdiv(TQ, TILE))
     return AttentionPlan(forward, Form.ONE if K == 128 or measured else queries, keys)

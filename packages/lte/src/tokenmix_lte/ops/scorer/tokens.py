@@ -63,7 +63,7 @@ def dropout_scale(threshold, DROPOUT: tl.constexpr):
 
 @triton.jit
 def dropout_mask(seed, threshold, o_row, i_pair, LAYER: tl.constexpr, C: tl.constexpr):
-    """Return `reference.dropout_mask` for a tile `[BT, C]`, whose first channel is that of the pair `i_pair`."""
+    """Return `reference.dropout_mask` for a tile `[BT, C]`, whose first channel is the first of the pair `i_pair`."""
     b_seed = tl.load(seed).to(tl.uint32)
     o_c = tl.arange(0, C)
     b_base = hash32(tl.zeros([1], tl.uint32) + b_seed + (LAYER + 1) * 0x2545F491)

@@ -66,7 +66,7 @@ def merge_operations(
 
 @Checked
 def _check(linear, softmax, gate, linear_norm, softmax_norm, logits, eps, impl) -> str | None:
-    """Validate a call and return the implementation, as `resolve_impl` does."""
+    """Validate a call; return the implementation by `resolve_impl`, but "reference" for heads wider than `WIDEST`."""
     op = "merge_operations"
     dims = bind_shapes(
         op, {}, linear=(linear, "B T H V"), softmax=(softmax, "B T H V"), gate=(gate, "B T E"),

@@ -304,7 +304,7 @@ def hopper_forward(
     columns: int,
     pool: Pool | None = None,
 ) -> None:
-    """Write o and, unless None, the final states of `spans` sequences, or of `spans` segments of `segment` tokens.
+    """Write o of `spans` sequences, or segments of `segment` tokens, and unless None the sequences' final states.
 
     If there are segments and final states but no `pool`, each program scans its sequence from the start (`LOOKBACK`). A
     program computes `columns` columns of V. With `pool`, final states overwrite its slots.
