@@ -25,7 +25,8 @@ class Sampling:
         top_k: sample from the k most likely tokens; 0 for all.
         top_p: sample from the smallest set of most likely tokens whose joint probability reaches p.
         seed: seed of the random numbers, which do not depend on other requests; None for a random seed.
-        logprobs: number of most likely tokens whose log-probabilities are stored for each sampled token; None for none.
+        logprobs: number of most likely tokens whose log-probabilities are stored beside that of each sampled token;
+            None stores nothing.
     """
 
     temperature: float = 1.0

@@ -320,8 +320,8 @@ class ModelContract(
                 terms = {k: v.detach().sum() for k, v in (out.auxiliary or {}).items() if k.endswith("_loss")}
                 return Losses(out.loss.detach(), terms)
 
-            # eager: the emulator captures PyTorch's operations, which may copy values between tensors and Python; a
-            # CUDA graph would capture kernels
+            # `eager` permits copies of values between tensors and Python: the emulator captures PyTorch's operations,
+            # some of which make such copies; a CUDA graph captures kernels, which make none
             with graphs_everywhere(eager=True):
                 make = GraphedStep(learner, ids.device) if captured else lambda passes, *given: passes(*given)
             generator, seen = torch.Generator().manual_seed(0), []

@@ -182,7 +182,7 @@ class OpContract(DerivativeTests, LayoutTests, PaddingTests, RefusalTests, SlotT
             yield arguments[name], 1
 
     def assert_kernels_agree(self, kernels: Callable, reference: Callable, call: Call) -> None:
-        """Assert that kernels err by at most `floor` or `factor` times as much as the eager reference in their dtype."""
+        """Assert that kernels err by at most `floor`, or `factor` times the error of the eager reference."""
         if self.differentiable:
             assert_agrees(kernels, reference, call.tensors, factor=self.factor, floor=self.floor)
             return

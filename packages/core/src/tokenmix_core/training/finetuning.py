@@ -43,7 +43,10 @@ def _loaded(checkpoint: str, prepare: Callable[[Any], Any] | None, recipe: Recip
 
 
 def train_only(model: Any, modules: Iterable[nn.Module]) -> Any:
-    """Freeze all parameters of `model` except those of `modules`; return the model."""
+    """Freeze all parameters of `model` except those of `modules`; return the model.
+
+    The embeddings' outputs still require gradients, as gradient checkpointing needs.
+    """
     model.requires_grad_(False)
     for module in modules:
         module.requires_grad_(True)

@@ -21,8 +21,8 @@ class KVState(StatePart):
     """Keys and values, `[N, slots, H, K or V]`, of all tokens, or of the first `sinks` and the last `window` tokens.
 
     Without a window, a token's slot is its position; when all slots are full, 1.5 times as many as needed are
-    allocated. With a window, the slots are a ring buffer: the token at position p ≥ sinks is stored in slot
-    sinks + (p − sinks) mod window.
+    allocated, but no more than `reserve` has announced. With a window, the slots are a ring buffer: the token at
+    position p ≥ sinks is stored in slot sinks + (p − sinks) mod window.
 
     Args:
         heads: H.

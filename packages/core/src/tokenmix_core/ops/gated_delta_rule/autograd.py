@@ -46,7 +46,7 @@ class SavedBackwardInputs(NamedTuple):
 @retried
 @of_fields
 def run_forward(x: Inputs) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return outputs, final states, Ã and the gates of a traced call.
+    """Return outputs, final states, Ã and the gates of a call that is traced, or part of another operation.
 
     The states that enter segments, and the segments' transition matrices, are not saved: the backward pass computes
     them again, because their shapes depend on how sequences are split, which would specialise a compiled graph.

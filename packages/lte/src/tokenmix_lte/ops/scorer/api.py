@@ -87,7 +87,7 @@ def retention_logits(
 
 
 def _check(k, v, convs, weight, bias, offsets, begin, cu_seqlens, dropout, impl) -> str | None:
-    """Validate a call and return the implementation, as `resolve_impl` does."""
+    """Validate a call; return the result of `resolve_impl`, or "reference" if `impl` is None and kernels do not fit."""
     flat = [x for conv in convs for x in conv]
     return _check_flat(k, v, weight, bias, offsets, begin, cu_seqlens, dropout, impl, *flat)
 
