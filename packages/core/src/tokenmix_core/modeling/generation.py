@@ -107,9 +107,9 @@ class GeneratesInSteps:
     def init_continuous_batching(
         self, generation_config: Any = None, continuous_batching_config: Any = None, workload_hints: Any = None
     ) -> Any:
-        """Return transformers' manager of continuous batching, made anew unless the model already keeps one.
+        """Return transformers' manager of continuous batching: the one that the model keeps, or a new one.
 
-        The arguments are those of transformers' method; a manager that is kept ignores them.
+        The arguments for a new one are those of transformers' method.
 
         Raises:
             ValueError: a version of transformers before 5.24, or options that are not available.

@@ -203,7 +203,7 @@ def document_cu_seqlens(
 def real_tokens(mask: Tensor | None, batch: int, tokens: int, cache: HybridCache | None) -> Bool[Tensor, "B T"] | None:
     """Return a mask of the call's real tokens; None if all are real.
 
-    The only token of a call is assumed to be real unless the cached tokens may end in padding.
+    A single token after cached ones is assumed to be real unless those may end in padding.
     """
     past = 0 if cache is None else cache.get_seq_length()
     if mask is not None and not isinstance(mask, Tensor):

@@ -107,7 +107,7 @@ class GluonForm:
 
 
 def device_limit(device: torch.device) -> str | None:
-    """Return why Gluon kernels do not run on a device, or on the chip of `kernels_of` if set, as a clause; else None."""
+    """Return why Gluon kernels do not run on a device, or on the chip of `kernels_of` if set, as a clause, or None."""
     if _chip is None:
         return _limit_here(device)
     return None if _chip == "sm_90" else f"needs a CUDA device of compute capability 9 (Hopper), got {_chip}"
