@@ -232,7 +232,10 @@ class Lte(Mixer):
     def _whole_heads(
         self, tokens: Tokens, cu_seqlens: Tensor | None, heads: HeadExchange | None
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return outputs of all heads, or of this rank's `heads`, for whole sequences; statistics are of all heads."""
+        """Return outputs of all heads, or of this rank's `heads`, for whole sequences, and statistics.
+
+        The statistics are of all heads; only the sparsity loss is that of the heads of the outputs.
+        """
         q, k, raw, v = tokens
         positions = _positions(v, cu_seqlens)
         rule = self.retention

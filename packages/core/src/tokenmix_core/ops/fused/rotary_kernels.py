@@ -47,7 +47,7 @@ def load_angles(cos, sin, o_t, m_r, HALF: tl.constexpr, BH: tl.constexpr):
 
 @triton.jit
 def load_rotated(p_x, weight, cos, sin, o_t, m_r, eps, HALF: tl.constexpr, BH: tl.constexpr):
-    """Load the heads at `p_x [BM]`, normalise them unless `weight` is None, rotate them unless `cos` is None."""
+    """Load the halves of the heads at `p_x [BM]`, normalised unless `weight` is None, rotated unless `cos` is None."""
     b_a, b_b = load_halves(p_x, m_r, HALF, BH)
     if weight is not None:
         o_d = tl.arange(0, BH)

@@ -91,8 +91,8 @@ def merge_attention(outputs: Sequence[AttentionOutput], *, impl: Impl | None = N
         outputs: at least one result; all have o `[B, T, HQ, V]` and lse `[B, T, HQ]` of the same sizes. lse is −∞ if a
             query sees no key.
         impl: "triton" (one launch per pair of results, lse in float32), "reference" (any device), or None: Triton for
-            CUDA tensors in eager mode. In any case torch's operations run if a gradient is wanted, if there is a single
-            result, and if an lse is not float32.
+            CUDA tensors in eager mode. In any case torch's operations run under tracing and transforms, if a gradient
+            is wanted, if there is a single result, and if an lse is not float32.
 
     Raises:
         ValueError: an empty sequence, or shapes, dtypes, devices or an `impl` that do not fit.

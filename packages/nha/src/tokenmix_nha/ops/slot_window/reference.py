@@ -51,7 +51,7 @@ def chunk_reference(
     first = -lead * CHUNK
 
     def rows(x: Tensor, begin: int, count: int) -> Tensor:
-        """Return rows `begin … begin + count` of dimension 1 as `[N, chunks, C, ...]`, with zeros outside x."""
+        """Return rows `begin … begin + count − 1` of dimension 1 as `[N, chunks, C, ...]`, with zeros outside x."""
         inside = x[:, max(begin, 0) : max(begin + count, 0)]
         before = min(max(-begin, 0), count)
         padding = [0, 0] * (x.dim() - 2) + [before, count - before - inside.shape[1]]
