@@ -118,7 +118,11 @@ def _after(log_gates: Tensor, weights: Tensor, values: Tensor) -> tuple[Tensor, 
 
 
 def _by_row(shard: SequenceShard, spans: list[Tensor]) -> Tensor:
-    """Stack the tensors `[B, ...]` of local spans along the batch; a packed part that begins a document gets zeros."""
+    """Join the local spans' tensors `[B, ...]` into one with the rows of `shard.to_rows`.
+
+    If packed, it has one row per part: the span's tensor for the first part of a span, zeros for the others, which
+    begin documents.
+    """
     rows = torch.stack(spans, 1).flatten(0, 1)
     if not shard.packed:
         return rows

@@ -63,7 +63,14 @@ class ModePlan:
         self._decided: list[str | Tensor] = []
 
     def for_call(self, inputs: dict[str, Any], input_ids: Int[Tensor, "B T"]) -> ModeInput:
-        """Return the mode of a forward call's tokens, given the inputs of the call and all tokens so far."""
+        """Return the mode of a forward call's tokens, given the inputs of the call and all tokens so far.
+
+        Without `keep_kv`, this first makes the cache drop its keys and values, as soon as linear mode lasts to the end.
+
+        Raises:
+            ValueError: `generation` is a function, and a call with a cache has more than one generated token, or the
+                function decides for each sequence in a call without a cache.
+        """
         new = inputs["input_ids"] if inputs.get("input_ids") is not None else inputs["inputs_embeds"]
         batch, tokens = new.shape[:2]
         cache: OryxCache | None = inputs.get(CACHE)

@@ -134,7 +134,7 @@ class CheckedLoading:
 
 
 def copy_companions(source: Path, out: Path) -> None:
-    """Copy a checkpoint's files other than configuration and weights, such as the tokenizer's, to `out`."""
+    """Copy a checkpoint's tokenizer files and chat templates (`COMPANIONS`) to `out`."""
     for pattern in COMPANIONS:
         for file in source.glob(pattern):
             shutil.copy(file, out / file.name)

@@ -114,7 +114,7 @@ def on_gpu(x: Tensor) -> bool:
 
 
 def _matmul_dtype(x: Tensor, weights: Sequence[Tensor]) -> torch.dtype | None:
-    """Return the dtype in which torch would multiply x by the weights; None if their dtypes differ."""
+    """Return the dtype in which torch would multiply x by the weights; None if their dtypes make it raise an error."""
     dtypes = {x.dtype, *(weight.dtype for weight in weights)}
     if torch.is_autocast_enabled(x.device.type) and torch.float64 not in dtypes:
         return torch.get_autocast_dtype(x.device.type)

@@ -194,9 +194,10 @@ def measure(
     """Return one row per implementation at one shape, with interleaved times of forward and of forward with backward.
 
     `forwards` maps an implementation's name to a function without arguments that returns the output; the first one is
-    ours, the others are baselines. A baseline that fails in `able`, which takes `alike`, has a row with the reason.
-    Gradients are taken with respect to `inputs`. `first_calls` maps an implementation's name to a function that
-    measures its first call in seconds. Times are medians of `repeats` calls.
+    ours, the others are baselines. A baseline that fails, or if `alike` has an output that differs from ours by 5 % or
+    more, has a row with the reason. Gradients are taken with respect to `inputs`. `first_calls` maps an
+    implementation's name to a function that measures its first call in seconds. Times are medians of `repeats` calls.
+    Rows also have the peak memory and the CPU time of forward with backward.
     """
     forwards, failed = able(forwards, inputs, alike)
 

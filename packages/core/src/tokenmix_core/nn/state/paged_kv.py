@@ -249,7 +249,10 @@ class PagedKVState(StatePart):
         return self._stored
 
     def _capacity(self) -> Pages:
-        """Return the number of allocated pages per row and of table columns."""
+        """Return how many pages of a row and how many table columns can hold retained runs.
+
+        These are all but page 0 and the last column, to which dropped runs are written.
+        """
         return Pages(self.keys.shape[1] - 1, self.table.shape[2] - 1)
 
     def _sizes(self, pages: Pages) -> Pages:
@@ -313,7 +316,8 @@ class PagedKVState(StatePart):
             return
         used, most = self._in_use(), cdiv(more, self.page)
         keys, values, table, lengths = storage
-        # sequences may get fewer tokens than `more`, so one free page for each head suffices
+        # one free page for each head suffices to go on: sequences may get fewer tokens than `more`, and if not,
+        # `free_tokens` tells when pages run out
         row, head = used.row + self.heads * min(most, 1), used.head + most
         if row >= keys.shape[1] or head >= table.shape[2]:
             raise ValueError(f"the storage has {keys.shape[1] - 1} pages of a row, {row} are needed")

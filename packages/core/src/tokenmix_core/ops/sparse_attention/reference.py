@@ -119,7 +119,7 @@ def _by_token(keep: Tensor, k: Tensor, unit: int, cu_seqlens: Tensor | None) -> 
 
 
 def _over_keys(x: Tensor) -> Tensor:
-    """Return x `[B, keys, H]` as `[B, H, 1, keys]`, which broadcasts over the query heads of a group."""
+    """Return x `[B, keys, H]` as `[B, H, 1, keys]`, which broadcasts over queries."""
     return x.transpose(1, 2).unsqueeze(2)
 
 

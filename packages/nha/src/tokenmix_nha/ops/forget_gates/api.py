@@ -24,8 +24,9 @@ def log_forget_gates(
     Args:
         f: `[*, F]`, the logits of the gates; a slice of a wider tensor is read without a copy.
         normalizer: τ, positive.
-        impl: "triton", "reference" (any device), or None: Triton for CUDA tensors in eager mode, else the reference;
-            torch.compile traces the reference and fuses it with neighbouring operations.
+        impl: "triton", "reference" (any device), or None: Triton for CUDA tensors in eager mode, else the reference.
+            Under torch.compile, which fuses the reference with neighbouring operations, and for float64 the reference
+            always runs.
 
     Raises:
         ValueError: f has no floating dtype or no dimension, or τ is not positive and finite.

@@ -80,9 +80,9 @@ def mix(
 
     .. math:: o_t = \text{attention}(R q, R K, V)_t \;\text{if `attends`, else}\; \text{linear}(q, K, V)_t
 
-    and y is o, normalised and gated by silu(z). If D is given, linear is SSD, o = SSD(q, K, Δ V, g) + D V. If D is
-    None, linear is the gated delta rule with g, β = sigmoid(b), and L2-normalised q and k. Differentiable in all
-    floating-point tensors except the rotation.
+    and y is o, normalised and gated by silu(z). With `rotate_linear`, linear takes R q and R K. If D is given, linear
+    is SSD, o = SSD(q, K, Δ V, g) + D V. If D is None, linear is the gated delta rule with g, β = sigmoid(b), and
+    L2-normalised q and k. Differentiable in all floating-point tensors except the rotation.
 
     Args:
         rows: each token's query from the projection for its mode, N = B · T.
