@@ -226,7 +226,7 @@ def final_seeds(task: str, size: Size) -> tuple[int, ...]:
 
 @cache
 def fingerprint(run: Run | CostRun, size: Size) -> str:
-    """Return a hash of the settings on which a result depends: recipe and suite options, or model and length."""
+    """Return a hash of the settings of a result: recipe, suite options and KV budgets, or model and context length."""
     if isinstance(run, CostRun):
         settings: Any = [solve(run.contestant, run.division, size).fields, run.length]
     else:

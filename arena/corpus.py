@@ -267,7 +267,10 @@ class _Stages:
     def _without_repetitions(
         self, documents: Callable[[], Iterator[tuple[packages.Document, bool]]], counts: Counter[str]
     ) -> Iterator[tuple[packages.Document, bool]]:
-        """Yield the documents, except copies of earlier ones, and without windows of lines that occurred earlier."""
+        """Yield the documents, except copies of earlier ones, and without windows of lines that occurred earlier.
+
+        A document of which too little remains is left out.
+        """
         seen: set[bytes] = set()
         copies: list[bool] = []
         hashes: list[np.ndarray] = []

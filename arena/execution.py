@@ -137,7 +137,7 @@ def _evaluate(run: Run, size: Size, folder: Path) -> dict[str, Any]:
 
 
 def _with_samples(result: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the rows of a suite's result; each row has the values of its examples under the key `EACH`."""
+    """Return the rows of a suite's result, with the values of their examples, if it has them, under the key `EACH`."""
     rows, samples = result["rows"], result.get("samples")
     if samples is None:
         return rows

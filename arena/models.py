@@ -1,4 +1,4 @@
-"""Models with equal parameter counts, or equal state sizes, built from the contestants' layers."""
+"""Models with equal parameter counts, or also equal state sizes, built from the contestants' layers."""
 
 from __future__ import annotations
 

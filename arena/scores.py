@@ -178,7 +178,10 @@ class Scores:
         return [step for result in self.results.get(name, {}).values() if (step := steps_to_learn(result)) is not None]
 
     def training_seconds(self, name: str) -> float | None:
-        """Return the seconds for which a reported run trains, at the median training speed of the contestant's runs."""
+        """Return the seconds for which a reported run trains, at the median training speed of the contestant's runs.
+
+        Return None if no speed is known.
+        """
         speeds = [x for r in self.results.get(name, {}).values() if (x := r.get("tokens per second"))]
         return self.size.steps * self.size.batch_tokens / median(speeds) if speeds else None
 

@@ -63,7 +63,7 @@ def load(folder: Path) -> Mapping[Key, Stored]:
     """Return all results of a comparison by key; the file is parsed again only if it has changed.
 
     Raises:
-        ValueError: a line is damaged; the message has the path and the line's number.
+        ValueError: a line is damaged, or two lines hold the same run; the message has the path and the line's number.
     """
     path = folder / RUNS
     try:

@@ -127,7 +127,7 @@ def _retained(rule: Retention, held: Held) -> tuple[Tensor, Tensor, Tensor, Tens
 
 
 def _first_retained(stays: Bool[Tensor, "N H left"], cap: int) -> tuple[Int[Tensor, "N H cap"], Int[Tensor, "N H"]]:
-    """Return the indices of the first `cap` tokens that stay, and their number; zeros if there are no tokens."""
+    """Return the indices of the first `cap` tokens that stay, and the number of all that stay; zeros without tokens."""
     if stays.shape[2]:
         return first_taken(stays, cap)
     zeros = torch.zeros(*stays.shape[:2], cap + 1, dtype=torch.int64, device=stays.device)

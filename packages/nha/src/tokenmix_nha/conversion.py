@@ -82,7 +82,11 @@ def pooled_gates(model: PreTrainedModel, slots: int) -> dict[str, Float[Tensor, 
 
 
 def _restore_buffers(converted: Any, model: PreTrainedModel) -> None:
-    """Copy the original's non-persistent buffers, such as rotary frequencies, to the converted model."""
+    """Let the converted model share the original's buffers, such as rotary frequencies.
+
+    Raises:
+        ValueError: a parameter or buffer of the converted model is still on the meta device.
+    """
     for name, buffer in model.named_buffers():
         owner, _, last = name.rpartition(".")
         setattr(converted.get_submodule(owner), last, buffer)

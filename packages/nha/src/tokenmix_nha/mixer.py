@@ -271,7 +271,10 @@ class NhaMixer(Mixer):
         return o
 
     def _attend_plainly(self, heads: Heads, call: Call) -> Float[Tensor, "B T HQ V"]:
-        """Return the outputs of softmax attention to the window; with slots, M zero keys precede a full window."""
+        """Return the outputs of softmax attention to the window.
+
+        If the layer has slots, the window is full, and M keys and values of zero join the softmax.
+        """
         q, k, v = heads.q, heads.k, heads.v
         if call.state is None and self.slots and current_shard() is None and not is_exporting():
             # the fused operation adds the zero keys: log-gates of 0 let no token enter the slots, which stay zero

@@ -87,7 +87,8 @@ def search_windows(
         equal scores, the fewest full layers.
 
     Raises:
-        ValueError: a block is longer than the model, or `max_full` allows no candidate.
+        ValueError: no block, a block of fewer than 2 layers or longer than the model, an invalid window, or a
+            negative `insert` or `max_full`.
     """
     layers = len(nha_mixers(model))
     check_window(window)

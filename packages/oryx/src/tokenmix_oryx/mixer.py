@@ -301,7 +301,7 @@ class OryxMixer(Mixer):
         return F.pad(y, (0, -y.shape[-1] % 64))
 
     def _rates(self, rates: Tensor, beta: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return g, Δ and β (None for Mamba-2), float32 `[B, T, H]`, from the projections `rates` and `beta`."""
+        """Return g, Δ and β (None for Mamba-2) `[B, T, H]` from `rates` and `beta`, at least in float32."""
         dt = F.softplus(at_least_float32(rates) + self.dt_bias)
         return -self.A_log.exp() * dt, dt, None if beta is None else at_least_float32(beta).sigmoid()
 

@@ -226,7 +226,12 @@ class OryxForCausalLM(HybridForCausalLM):
         return super().step_inputs({**given, "mode": mode}, cache, tokens)
 
     def request_inputs(self, given: dict[str, Any], prompt: int) -> dict[str, Any]:
-        """Return the mode of a served request: the request's own, or the defaults that `modes` has set."""
+        """Return the mixers' input of a served request: its own mode, or the defaults that `modes` has set.
+
+        Raises:
+            ValueError: the default for generated tokens is a function; the request's mode is invalid, or is not linear
+                although keys and values are not kept.
+        """
         defaults, mode, generated = self.model.defaults, given.get("mode"), None
         if mode is None:
             mode, generated = defaults.prefill, defaults.generated

@@ -37,7 +37,7 @@ ABSENT = "not installed"
 
 
 def info(args: argparse.Namespace, context: Context) -> None:
-    """Print versions, recipes and suites, or describe a model or a chip's kernels."""
+    """Print versions, recipes and suites, or describe a model, a recipe's fields or a chip's kernels."""
     if args.chip:
         lines = kernels_of(args.chip)
         untested = "" if args.chip in RAN else "; no test has run on it"

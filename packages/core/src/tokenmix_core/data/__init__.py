@@ -1,4 +1,4 @@
-"""Corpora: sources of text, token files made from them, the byte tokenizer, and the built-in corpus."""
+"""Data: sources of text, token files made from them, the byte tokenizer, the built-in corpus, and synthetic tasks."""
 
 from typing import TYPE_CHECKING
 

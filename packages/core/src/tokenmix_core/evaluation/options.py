@@ -170,5 +170,8 @@ class Suite(NamedTuple):
 
 
 def one_sequence(default: int) -> Callable[[EvalOptions], int]:
-    """Return the function `needs` of a suite that measures one sequence of the largest of the options' lengths."""
+    """Return the function `needs` of a suite that measures one sequence of the largest of the options' lengths.
+
+    Without lengths, the sequence has `max_length` or else `default` tokens.
+    """
     return lambda options: max(options.lengths or (options.max_length or default,))

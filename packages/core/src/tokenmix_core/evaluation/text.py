@@ -66,7 +66,9 @@ def _python_of(source: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def held_out_from(options: EvalOptions, trained: TrainedOn) -> EvalOptions:
-    """Return options whose text was not part of a run's training text; warn on stderr if this is not certain.
+    """Return options whose text was not part of a run's training text, as far as the run's manifest tells.
+
+    Warn on stderr if a corpus that the run used has changed since then.
 
     If the run used an older split of the built-in corpus, that split's held-out text replaces the options' text.
 
@@ -139,7 +141,9 @@ def words(text: str | None, tokenizer: Any, count: int) -> list[str]:
 
 
 def text_tokens(text: str | None, tokenizer: Any, count: int) -> Int[np.ndarray, "n"]:
-    """Return the first `count` tokens of a text, or all if it has fewer; each document ends with the end token.
+    """Return the first `count` tokens of a text (of a token file: of its held-out part), or all if it has fewer.
+
+    Each document ends with the end token, if the tokenizer has one.
 
     Raises:
         ValueError: the text does not exist, was prepared with another tokenizer, or is empty.

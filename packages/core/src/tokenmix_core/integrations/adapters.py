@@ -300,7 +300,7 @@ def _fused(activation: str | None) -> Any:
 
 
 def _activated(x: Tensor, activation: str | None) -> Tensor:
-    """Apply an activation that the convolution operation itself does not support."""
+    """Apply an activation, unless the convolution operation has applied it (None, SiLU)."""
     if activation is None or activation in _SILU:
         return x
     from transformers.activations import ACT2FN

@@ -105,7 +105,10 @@ class HybridCache(Cache):
         self.broken = False
 
     def acquire(self, layer_idx: int, device: torch.device) -> LayerState:
-        """Return the state of a layer that is about to run, after moving it to `device`."""
+        """Return the state of a layer that is about to run; if the cache offloads, first move it to `device`.
+
+        From the first layer's call on, the cache is marked as broken until `end`.
+        """
         if not self.broken:
             self.broken = True
             if self.span is not None and self.span.fixed:
@@ -150,7 +153,8 @@ class HybridCache(Cache):
             The tensors of every state part, and the lengths.
 
         Raises:
-            ValueError: an empty or broken cache, no capacity for another token, or storage of other shapes.
+            ValueError: a cache that is empty or broken, ends in padding, offloads its states or keeps a history; no
+                capacity for another token; or storage of other shapes.
         """
         self._check_whole()
         if not self.past or self.ends_in_padding():

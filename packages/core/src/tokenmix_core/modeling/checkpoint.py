@@ -97,7 +97,7 @@ def _floating(model: nn.Module, integers: Mapping[str, str]) -> list[str]:
 
 @torch.no_grad()
 def not_finite(model: nn.Module) -> list[str]:
-    """Return the names of tensors that contain NaN or infinity; reads each tensor once and synchronises once."""
+    """Return the names of plain floating-point tensors with NaN or infinity; reads each once and synchronises once."""
     extremes: dict[str, Tensor] = {}
     for name, x in model.state_dict().items():
         # meta, sharded and quantised tensors are not checked

@@ -199,7 +199,8 @@ class HybridBatchingManager(ContinuousBatchingManager):
         """Keep snapshots of the states after the first tokens of prompts, in at most `budget` bytes; 0 keeps none.
 
         A later prompt that begins with the same tokens, in the same modes and with the same weights and adapters,
-        continues from a copy of such a snapshot. Snapshots are taken at multiples of `page_size` tokens.
+        continues from a copy of such a snapshot. Snapshots are taken at multiples of `page_size` tokens. This call
+        drops all earlier snapshots.
 
         Raises:
             ValueError: a negative number.

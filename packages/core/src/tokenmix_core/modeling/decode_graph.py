@@ -74,6 +74,8 @@ class CapturedSteps:
     ) -> bool:
         """Run `work` eagerly at the first call with a key; capture it at the second, and replay the graph from then on.
 
+        If the device has no graphs or a capture has failed, run `work` eagerly at every call.
+
         Args:
             key: identifies the work.
             work: a function that reads and writes fixed storage only.

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 MOST_LAYERS = 10_000
-# maximum sizes: far beyond any model, yet a weight of two such sizes has fewer than 2**63 elements
+# maximum sizes: far beyond any model, yet a weight of two of the first three has fewer than 2**63 elements
 _MOST = {"hidden_size": 2**24, "intermediate_size": 2**24, "vocab_size": 2**28, "num_hidden_layers": MOST_LAYERS}
 _MOST |= {"max_position_embeddings": 2**40, "num_attention_heads": 2**20, "head_dim": 2**20}
 _FLOATS = ("F16", "BF16", "F32", "F64")

@@ -39,8 +39,9 @@ def round_up(
     """Append tokens without labels to each row of a training call; return ids, labels and boundaries.
 
     Each row gets copies of its own first tokens. In packed rows the appended tokens are padding, and empty documents
-    are appended until their number is a power of two. A single row gets boundaries if a mixer needs them
-    (`Mixer.bounds_more_tokens`). Unless `can_round` holds, the arguments are returned unchanged.
+    are appended until the number of documents is a power of two. A single row gets boundaries if a mixer needs them
+    (`Mixer.bounds_more_tokens`). The arguments are returned unchanged if `can_round` does not hold, if a row would more
+    than double, or if several rows would need boundaries.
     """
     if torch.compiler.is_compiling():
         # change nothing, because under torch.compile one graph serves all lengths

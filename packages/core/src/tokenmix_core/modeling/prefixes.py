@@ -80,7 +80,7 @@ class Prefixes:
         return sorted(n for n in missing if start < n <= stop)
 
     def store(self, request: str, tokens: int, cache: HybridCache) -> None:
-        """Store a request's state after its first `tokens` tokens.
+        """Store a request's state after its first `tokens` tokens, unless it alone exceeds the budget.
 
         If the budget is exceeded, evict the least recently used states.
         """

@@ -139,7 +139,7 @@ class Sampler:
         return (None if last == _NEVER else last), rows
 
     def _own(self, processor: Any) -> Any:
-        """Return a copy of a logits processor whose tensor stays at one address, as CUDA graphs need."""
+        """Return a logits processor; if it has a tensor, a copy with the tensor at a fixed address, for CUDA graphs."""
         padding = getattr(processor, "prompt_ignore_length", None)
         if not isinstance(padding, Tensor):
             return processor
@@ -153,7 +153,10 @@ class Sampler:
         self._write(draw(self.processors, logits, seen, sample=self.sample))
 
     def _write(self, token: Int[Tensor, "N 1"]) -> None:
-        """Append `token` to each sequence, or padding if the sequence has ended."""
+        """Append `token` to each sequence, or padding if the sequence has ended.
+
+        Note which sequences end, and set the inputs of the next step.
+        """
         if self.eos:
             token = torch.where(self.ended.unsqueeze(1), self.pad, token)
         self.tokens.scatter_(1, self.length, token)

@@ -27,7 +27,7 @@ class HeadWeights(KeepsFloat32):
         total, count: sum and count of the observations since the last optimizer step, `[H]` and `[]`.
     """
 
-    # these buffers stay float32, because bfloat16 represents integers exactly only up to 256, which `count` exceeds
+    # these buffers stay float32 in a bfloat16 model, which would round averages and sums, and a `count` above 256
     float32 = ("weight", "average", "total", "count")
     weight: Tensor
     average: Tensor

@@ -40,7 +40,7 @@ def projected(x: Float[Tensor, "*tokens D"], *layers: nn.Module | None) -> tuple
 
 
 def output_linear(x: Float[Tensor, "*tokens D"], layer: nn.Module) -> Tensor:
-    """Return layer(x); for one token without gradients a GEMV kernel that prefetches the weight computes it."""
+    """Return layer(x), by `fused_linears` if that is faster (`_by_kernel`), as for one token without gradients."""
     if not _can_share(x, [layer]):
         refuse_meta(x, layer)
     elif _by_kernel(x, [weight := cast(Tensor, layer.weight)]):
@@ -92,7 +92,10 @@ def _outputs(x: Tensor, layers: Sequence[nn.Module]) -> tuple[Tensor, ...]:
 
 
 def _by_kernel(x: Tensor, weights: Sequence[Tensor]) -> bool:
-    """True if `fused_linears` is the fastest implementation for x: few tokens, and no gradients."""
+    """True if `fused_linears` is the fastest for x: one token, few tokens and small weights, or `has_slow_rows`.
+
+    False with gradients, under autocast and under torch.compile.
+    """
     # do not use the kernel under autocast: layers then cast their inputs, which the kernel does not
     if torch.compiler.is_compiling() or torch.is_grad_enabled() or torch.is_autocast_enabled(x.device.type):
         return False

@@ -78,6 +78,8 @@ class GluonForm:
     ) -> bool:
         """Tell whether a call with `impl` (None, "gluon" or "triton") launches Gluon kernels.
 
+        Warn once if `impl` is None, and the kernels did not compile.
+
         Raises:
             ValueError: `impl` is "gluon", and the kernels do not support the device or dtype, or `limit` is given.
             NotCompiled: `impl` is "gluon", and the kernels did not compile.

@@ -73,7 +73,10 @@ class Operation(NamedTuple):
     selects: bool = False
 
     def steps(self, tensors: Tensors, impl: str | None) -> Mapping[str, str]:
-        """Return the implementation of each step of a call; the reference has one step, `WHOLE`."""
+        """Return the implementation of each step of a call.
+
+        The reference and operations without `kernels` have one step, `WHOLE`.
+        """
         if self.kernels is None or not self.selects:
             found = resolve_impl(self.function.__name__, impl, next(iter(tensors.values())), self.gluon)
             if self.kernels is None or found == "reference":

@@ -18,8 +18,9 @@ class ScanOutput(NamedTuple):
 
     Attributes:
         o: outputs, `[B, T, HV, V]`; of a convolution `[B, T, D]`.
-        final_state: the state after the last token of each sequence, float32, `[N, HV, K, V]`; of a convolution the
-            last W − 1 inputs of each sequence, in their dtype, `[N, D, W − 1]`.
+        final_state: the state after the last token of each sequence, `[N, HV, K, V]`, float32 (float64 for float64
+            inputs); of a convolution the last W − 1 inputs of each sequence, in their dtype, `[N, D, W − 1]`. None if
+            the call was not asked for it.
     """
 
     o: Tensor

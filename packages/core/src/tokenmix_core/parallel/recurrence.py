@@ -50,6 +50,8 @@ def split_recurrence(
 ) -> Generator[None, None, tuple[Tensor, Tensor | None]]:
     """Return this rank's outputs and, if `final_states`, the final states of all rows or documents (else None).
 
+    If `final_states` is None, `shard.keeps_states` decides.
+
     This is a generator for `in_turn`. Its first `yield` lets other generators compute while maps are gathered; its
     second one lets the backward pass differentiate the others while gradients of states are gathered.
     """

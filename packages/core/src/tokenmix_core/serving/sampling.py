@@ -52,7 +52,10 @@ class Sampling:
 
 
 def draw(logits: Float[Tensor, "n vocab"], requests: Sequence[Sampling]) -> Int[Tensor, "n"]:
-    """Sample and return the next token of each request; append log-probabilities for requests that ask for them."""
+    """Return the next token of each request: sampled or, at a temperature near 0, the most likely one.
+
+    Append log-probabilities to the requests that ask for them.
+    """
     tokens = logits.argmax(-1)
     rows = [i for i, x in enumerate(requests) if x.temperature >= _LEAST_TEMPERATURE]
     if rows:

@@ -76,7 +76,10 @@ def read_manifest(output_dir: str | Path) -> dict[str, Any]:
 
 
 def trained_on(folder: str | Path) -> TrainedOn:
-    """Describe the text that a run was trained on by its manifest in `folder` or, for a checkpoint, in its parent."""
+    """Describe the text that a run was trained on by its manifest in `folder` or, for a checkpoint, in its parent.
+
+    Without a manifest the description is empty.
+    """
     for path in (Path(folder), Path(folder).parent):
         if (path / RUN_MANIFEST).is_file():
             manifest = read_manifest(path)

@@ -34,7 +34,7 @@ class AveragedGradients:
         gradients: the gradient of each parameter, or None if it is frozen.
 
     Raises:
-        ValueError: the trainable parameters have several dtypes or devices.
+        ValueError: the trainable parameters have several dtypes or devices, or there are none.
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:

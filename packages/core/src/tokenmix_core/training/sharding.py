@@ -107,7 +107,11 @@ def load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> N
 
 
 def load_weights(model: nn.Module, folder: Path) -> None:
-    """Load the safetensors files of a checkpoint into a sharded model; each rank keeps its own shard."""
+    """Load the safetensors files of a checkpoint into a sharded model; each rank keeps its own shard.
+
+    Raises:
+        ValueError: the checkpoint lacks a parameter of the model.
+    """
     names = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
     missing = set(dict(model.named_parameters()))
     with torch.no_grad():
@@ -149,7 +153,8 @@ def load_weight_shards(model: nn.Module, folder: Path) -> None:
     """Load weights that `save_shards` has written, possibly on another number of ranks.
 
     Raises:
-        ValueError: the folder's metadata names anything but the classes that describe tensors.
+        ValueError: the folder's metadata is damaged, or names anything but the classes that describe tensors.
+        OSError: raised on all ranks if one of them cannot read.
     """
     # these are the model's own tensors, which loading overwrites
     _together(load, _weights(model), storage_reader=VerifiedReader(folder / MODEL_SHARDS))
@@ -159,7 +164,8 @@ def load_optimizer_shards(model: nn.Module, optimizer: torch.optim.Optimizer, fo
     """Load optimizer states that `save_shards` has written, on any number of ranks; hyperparameters do not change.
 
     Raises:
-        ValueError: the folder's metadata names anything but the classes that describe tensors.
+        ValueError: the folder's metadata is damaged, or names anything but the classes that describe tensors.
+        OSError: raised on all ranks if one of them cannot read.
     """
     reader = VerifiedReader(folder / OPTIMIZER_SHARDS)
     saved: dict[str, Any] = reader.read_metadata().state_dict_metadata

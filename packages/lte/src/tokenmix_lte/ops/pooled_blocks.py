@@ -23,8 +23,9 @@ from tokenmix_lte.ops.selected_blocks.reference import first_slots, sequence_pos
 def pool_blocks(
     x: Float[Tensor, "B T H K"], block: int, cu_seqlens: Int[Tensor, "N_plus_1"] | None = None
 ) -> Float[Tensor, "B U H K"]:
-    """Return the mean of each block of tokens, computed in float32; an incomplete last block is the mean of its tokens.
+    """Return the mean of each block of tokens, computed in float32 (float64 for float64 x) and rounded to x's dtype.
 
+    For an incomplete last block this is the mean of its tokens.
     Blocks of packed sequences are numbered as in `select_blocks`; blocks that belong to no sequence are 0.
     Differentiable.
     """

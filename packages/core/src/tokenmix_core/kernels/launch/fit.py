@@ -1,6 +1,6 @@
 """Fit a portable kernel into the shared memory of its device: fewer pipeline stages, then smaller loop tiles.
 
-Tiles are measured on Hopper, whose blocks have more shared memory than those of other chips. A compiled kernel tells
+Tiles are measured on Hopper, whose blocks have more shared memory than those of most chips. A compiled kernel tells
 how much shared memory it needs; if a block of the device has less, the next smaller configuration is compiled.
 """
 

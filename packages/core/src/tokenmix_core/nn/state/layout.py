@@ -224,7 +224,10 @@ class Span:
         return out
 
     def written(self, window: int | None, sinks: int) -> tuple[Tensor, Tensor, Tensor]:
-        """For the tokens that a KV cache with this window stores, return indices in the call, rows and positions."""
+        """For the tokens that a KV cache with this window stores, return indices in the call, rows and positions.
+
+        If `fixed`, return all tokens; those that are not stored are in the row of the sequence of padding.
+        """
         key = (window, sinks)
         if key not in self._written:
             kept, rows, positions = torch.arange(len(self.rows), device=self.device), self.rows, self.positions

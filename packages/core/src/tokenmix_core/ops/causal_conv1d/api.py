@@ -229,7 +229,8 @@ def short_conv_steps(
     """Apply `short_conv_step` to two or three inputs, such as q, k and v, in one launch; without biases.
 
     Args:
-        xs, weights, states: as for `short_conv_step`, with one dtype each and one W; D may differ.
+        xs, weights, states: as for `short_conv_step`; all xs share one dtype, all weights one dtype and one W; D may
+            differ.
         slots: as for `short_conv_step`; all pools have the same slots.
         activation, impl: as for `short_conv`.
 

@@ -24,6 +24,7 @@ def plan(q: Tensor, v: Tensor, cu_seqlens: Tensor | None, impl: str | None) -> t
 
     Raises:
         ValueError: `impl` is "gluon", and Gluon kernels do not run here.
+        NotCompiled: `impl` is "gluon", and the Gluon kernels did not compile.
     """
     gluon = GLUON.runs(impl, q.device, q.dtype, limit(q.shape[3], v.shape[3]))
     (B, T, G, K), (HV, V) = q.shape, v.shape[2:]

@@ -102,7 +102,10 @@ def shifted(x: Float[Tensor, "H B T C"], offset: int) -> Float[Tensor, "H B T C"
 
 
 def _exists(x: Tensor, offset: int, begin: Tensor | None, cu_seqlens: Tensor | None) -> Bool[Tensor, "B_or_1 T"] | None:
-    """Return a mask of the tokens t whose sequence has a token t + offset; None if every row is one whole sequence."""
+    """Return a mask, False for tokens t if t + offset is in another sequence or in a row's padding at the beginning.
+
+    Return None if every row is one whole sequence. Tokens outside of a row need no mask, because they are zeros.
+    """
     T = x.shape[2]
     at = torch.arange(T, device=x.device) + offset
     if cu_seqlens is not None:

@@ -59,7 +59,7 @@ def _store_slots(p, b_s, i_nh, first, BD: tl.constexpr, D: tl.constexpr, M: tl.c
 
 @triton.jit
 def _tile_offsets(index, first, BD: tl.constexpr, M: tl.constexpr):
-    """Return the offsets of rows `first … first + BD` of the tile `[D, M]` that begins at element `index`."""
+    """Return the offsets of rows `first … first + BD − 1` of the tile `[D, M]` that begins at element `index`."""
     return index + (first + tl.arange(0, BD))[:, None] * M + tl.arange(0, M)[None, :]
 
 

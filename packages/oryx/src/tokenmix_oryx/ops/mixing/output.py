@@ -72,7 +72,7 @@ def _output_backward(
     b_w = tl.load(weight + o_d, mask=m_d, other=0.0).to(tl.float32)
     b_dw = tl.zeros([BG, BS], tl.float32)
     first = tl.program_id(0) * tokens
-    # True for rows that attention's backward may read: a token in attention mode lies within REACH rows
+    # whether attention's backward may read this program's rows: within REACH rows of them a token is in attention mode
     o_near = first - REACH + tl.arange(0, BN)
     m_near = (o_near >= 0) & (o_near < tl.minimum(first + tokens + REACH, N))
     near = column(tl.max((tl.load(attends + o_near, mask=m_near, other=0) != 0).to(tl.int32), 0), BG) != 0

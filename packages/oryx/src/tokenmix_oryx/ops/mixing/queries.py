@@ -129,7 +129,7 @@ def _queries_backward(
 def queries_forward(
     *, rows: Tensor, row_ids: Tensor | None, attends: Tensor, cos: Tensor, sin: Tensor, H: int, **modes: bool
 ) -> Tensor:
-    """Return q `[N, H, K]` from `rows [N, H K]`; token t has the row `row_ids[t]`, or row t if `row_ids` is None.
+    """Return q `[N, H K]` from `rows [N, H K]`; token t has the row `row_ids[t]`, or row t if `row_ids` is None.
 
     `modes` says whether to apply SiLU in attention mode (`silu_attention`) and in linear mode (`silu_linear`), and
     whether to rotate in linear mode (`rotate_linear`).

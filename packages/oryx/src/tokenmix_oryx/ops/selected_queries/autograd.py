@@ -40,7 +40,10 @@ class BackwardInputs(NamedTuple):
 @retried
 @of_fields
 def _forward(x: Inputs) -> tuple[Tensor, Tensor]:
-    """Return o `[B, TQ, HQ, V]` and the log-sum-exp `[B, HQ, TQ]`, which is +∞ for queries that are not selected."""
+    """Return o `[B, TQ, HQ, V]` and the log-sum-exp `[B, HQ, TQ]`, which is +∞ for queries that are not selected.
+
+    At padding both are 0.
+    """
     from tokenmix_core.ops import attention_forward
 
     o, lse = attention_forward(**x.readable(), mask=CAUSAL)

@@ -4,6 +4,7 @@ Sizes, tiles, strides and buffers follow from the arguments' shapes, and computi
 launches. So a call is captured (`capture`): which buffers it allocates, and which kernels it launches on them.
 Later calls with its signature are replayed (`replay`) by generated code (`codegen`) that does nothing else.
 
-A capture takes longer than a run, and lengths may never recur. So a call is captured only if its signature recurs, and
-if earlier captures were not replayed, only after more occurrences (`admission`). The number of cached calls is bounded.
+A capture takes longer than a run, and lengths may never recur. So a call is captured at once only if its sizes have new
+bit lengths or recent captures are replayed often; else only if its signature recurs, and after more occurrences if
+earlier captures were not replayed (`admission`). The number of cached calls is bounded.
 """

@@ -159,7 +159,8 @@ class _Call(NamedTuple):
 class Checked:
     """Wrap `check` to return its earlier result for plain GPU tensors of a signature that passed before.
 
-    A signature is stored, with generated code that compares arguments with it, once it has recurred, as in `Replayed`.
+    A signature is stored, with generated code that compares arguments with it, when `Replayed` would capture a call: if
+    it has a new magnitude or has occurred often enough (`Admission`).
     """
 
     def __init__(self, check: Callable) -> None:

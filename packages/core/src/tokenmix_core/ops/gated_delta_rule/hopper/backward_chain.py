@@ -33,7 +33,10 @@ BARRIERS = gl.constexpr(18)
 
 @gluon.jit
 def initialise_barriers(barriers):
-    """Initialise arrival counts: 128 (cp.async of 128 threads), 129 if gates are stored too; else one per warpgroup."""
+    """Initialise arrival counts: 128 for cp.async of 128 threads, 129 if gates are stored, too.
+
+    For all other barriers, the count is the number of warpgroups that arrive.
+    """
     for i in gl.static_range(2):
         mbarrier.init(barriers.index(FULL + i), 129)
         mbarrier.init(barriers.index(EMPTY + i), 3)

@@ -139,7 +139,7 @@ def backward_chunk_kernel(
     scale, T, N, H, group, tokens,
     K: gl.constexpr, V: gl.constexpr, BT: gl.constexpr, PACKED: gl.constexpr,
 ):  # fmt: skip
-    """Compute all gradients of a chunk and value head, in tiles of 64 rows and K or V columns.
+    """Compute dq, dk, dg, dβ and `dwrites` of a chunk and value head, in tiles of 64 rows and K or V columns.
 
     Vectors named `…_i` have the layout of a tile's rows, vectors named `…_j` the layout of its columns. Transposed
     operands are views of shared memory; no accumulator is transposed. x̂ · dx̂ (x: q or k) is computed from dQ and dK,

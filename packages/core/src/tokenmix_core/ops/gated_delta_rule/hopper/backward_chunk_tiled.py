@@ -40,7 +40,7 @@ def backward_chunk_kernel(
     scale, T, N, H, group, tokens,
     K: gl.constexpr, V: gl.constexpr, BT: gl.constexpr, PACKED: gl.constexpr,
 ):  # fmt: skip
-    """Compute all gradients of a chunk; 64 columns of S or dS' are loaded during the MMAs of the preceding 64 columns.
+    """Compute dq, dk, dg, dβ and `dwrites` of a chunk; during the MMAs of 64 columns of S or dS' the next are loaded.
 
     E, F and all sums are rounded as in `backward_chunk.py`. Two warpgroups together have enough registers
     for dO Sᵀ and dY Sᵀ at once, so S is read only once. All operands of MMAs are in shared memory.

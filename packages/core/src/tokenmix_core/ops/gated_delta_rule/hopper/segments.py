@@ -73,8 +73,8 @@ def bounded(skipped, p_w, stride, chunks, WARPS: gl.constexpr):
 def scan_start(gates, factors, span, tokens, segment, L2NORM: gl.constexpr, WARPS: gl.constexpr):
     """Return the token at which a segment's scan starts: the preceding segment's first chunk that is not negligible.
 
-    If no chunk of the preceding segment is negligible, the result is the segment's own first token, and the scan starts
-    from the entering state.
+    The result is the segment's own first token, and the scan starts from the entering state, if no chunk of the
+    preceding segment is negligible, if one of its write factors is outside [0, 1], or without L2NORM.
     """
     writes, slot, i_hv, HV = factors.writes, factors.slot, factors.i_hv, factors.HV
     begin, first = span.begin, span.first

@@ -20,7 +20,10 @@ from tokenmix_nha.ops.slot_window.types import Inputs, Layout, Results, Saved
 
 @gluon.jit
 def _logits(b_s, shift, first, oldest, keys, window, scale):
-    """Return the scaled logits of the chunk's queries with BN keys from `first + shift` on; −∞ outside the window."""
+    """Return the scaled logits of the chunk's queries with BN keys from `first + shift` on.
+
+    Outside the window or the sequence they are −∞.
+    """
     BN: gl.constexpr = b_s.shape[1]
     layout: gl.constexpr = mma_layout(BN, 4)
     o_i = gl.arange(0, b_s.shape[0], gl.SliceLayout(1, layout))[:, None]
