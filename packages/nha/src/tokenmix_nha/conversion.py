@@ -35,7 +35,8 @@ def convert(
         gate_normalizer: τ, by which the log-gates are divided.
 
     Raises:
-        ValueError: another model type, a model with sliding windows of its own, or an invalid window.
+        ValueError: another model type, a model without its output layer or with sliding windows of its own, or an
+            invalid window.
     """
     kind = model.config.model_type
     if kind not in FAMILIES:

@@ -95,7 +95,7 @@ class TokenFileWriter:
         vocab_size: size of the vocabulary, which decides between uint16 and uint32.
 
     Raises:
-        ValueError: `path` exists, a partial file with other settings exists, or another process is writing the file.
+        ValueError: `path` exists, the partial file is damaged or has other settings, or another process is writing it.
     """
 
     _PARTS = ("train.tokens", "train.lengths", "held_out.tokens", "held_out.lengths")
