@@ -20,7 +20,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parallel import DistributedDataParallel
 
-# elements to which each tensor's place in a buffer is padded: 256 bytes in float32, for vectorised loads
+# elements to which each tensor in a buffer is padded: 256 bytes in float32, for vectorised loads
 _ALIGNMENT = 64
 
 
@@ -88,7 +88,7 @@ class Replica:
 
 
 class GatheredReplica:
-    """A model that FSDP2 shards, with whole weights in the place of the shards during micro-batches.
+    """A model that FSDP2 shards, with whole weights instead of the shards during micro-batches.
 
     The optimizer and checkpoints see the shards. During micro-batches modules have their own classes and no hooks of
     FSDP2.
@@ -104,12 +104,12 @@ class GatheredReplica:
         self._model = model
         self._reshard()
         # modules and names of each parameter; tied parameters have several
-        places: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
+        owners: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
         for module in model.modules():
             for name, parameter in module._parameters.items():
                 if parameter is not None:
-                    places.setdefault(parameter, []).append((module, name))
-        self._shards, self._places = list(places), list(places.values())
+                    owners.setdefault(parameter, []).append((module, name))
+        self._shards, self._owners = list(owners), list(owners.values())
         if any(not isinstance(p, DTensor) or p.placements != (Shard(0),) for p in self._shards):
             raise ValueError("every parameter must be sharded along its first axis, over one group of ranks")
         first = cast(DTensor, self._shards[0])
@@ -147,8 +147,8 @@ class GatheredReplica:
             self._gathered = False
 
     def _assign(self, parameters: list[nn.Parameter]) -> None:
-        for parameter, places in zip(parameters, self._places, strict=True):
-            for module, name in places:
+        for parameter, owners in zip(parameters, self._owners, strict=True):
+            for module, name in owners:
                 module._parameters[name] = parameter
 
     def _reshard(self) -> None:
