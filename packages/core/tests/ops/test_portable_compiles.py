@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from functools import partial
 from unittest.mock import patch
 
@@ -140,11 +141,58 @@ def tokens():
     short_conv_step(half(B, 1024), long(1024, W), long(1024), half(B, 1024, W - 1), impl="triton")
 
 
+def prefills(fresh):
+    """Run the operations of whole sequences in slots, with or without the argument `fresh`."""
+    from tokenmix_core import ops
+
+    boundaries = torch.tensor([0, T // 2, T], dtype=torch.int32)
+    slots = {"slots": torch.arange(2), "fresh": torch.zeros(2, dtype=torch.bool) if fresh else None}
+    slots |= {"cu_seqlens": boundaries, "impl": "triton"}
+    widths = (1024, 1024, 2048)
+    weights, inputs = [long(D, W) for D in widths], [half(1, T, D) for D in widths]
+    pools = [half(4, D, W - 1) for D in widths]
+    # who is told to interpret refuses bfloat16
+    q, k, v = (torch.empty(1, T, H, K, dtype=torch.float16) for _ in "qkv")
+    with torch.no_grad():
+        ops.short_conv_prefill(inputs[0], weights[0], long(1024), pools[0], activation="silu", **slots)
+        ops.short_convs_prefill(inputs, weights, pools, activation="silu", **slots)
+        for pool in (long(4, H, K, K), torch.empty(4, H, K, K, dtype=torch.float16)):
+            ops.gated_delta_rule_prefill(q, k, v, long(1, T, H), long(1, T, H), pool, **slots)
+            ops.ssd_prefill(q, k, v, long(1, T, H), pool, **slots)
+
+
+def slot_steps():
+    from tokenmix_core import ops
+
+    slots, weights = torch.arange(B, dtype=torch.int32), [long(D, W) for D in (1024, 1024, 2048)]
+    states = [half(16, len(w), W - 1) for w in weights]
+    q, k, v = (torch.empty(B, H, K, dtype=torch.float16) for _ in "qkv")
+    pool, gates = long(16, H, K, K), (long(B, H), long(B, H))
+    with torch.no_grad():
+        xs = [half(B, len(w)) for w in weights]
+        ops.short_conv_steps(xs, weights, states, activation="silu", slots=slots, impl="triton")
+        ops.gated_delta_rule_step(q, k, v, *gates, pool, slots=slots, impl="triton")
+        ops.ssd_step(q, k, v, gates[0], pool, slots=slots, impl="triton")
+
+
 CALLS = {
     "norms": norms, "rotation": rotation, "products": products, "gates": gates, "convolutions": convolutions,
     "layer's step": layer_step, "kept keys": kept_keys, "sinks": sinks,
     "layers": layers, "rotation's step": rotation_step, "merging": merging, "tokens": tokens,
 }  # fmt: skip
+# kernels of other calls, with slots
+IN_SLOTS = {
+    "prefills": partial(prefills, True),
+    "prefills, none fresh": partial(prefills, False),
+    "steps": slot_steps,
+}
+
+
+@without_gpu
+def test_kernels_compile_with_slots():
+    kernels = compiled_by(__file__, "slots", every=True)
+    assert {x["call"] for x in kernels} == IN_SLOTS.keys()
+    assert_all_fit(kernels)
 
 
 @without_gpu
@@ -155,4 +203,4 @@ def test_every_kernel_compiles_and_fits_on_a_SM():
 
 
 if __name__ == "__main__":
-    compile_calls(CALLS, "tokenmix_core.ops", portable=True)
+    compile_calls(IN_SLOTS if "slots" in sys.argv else CALLS, "tokenmix_core.ops", portable=True)

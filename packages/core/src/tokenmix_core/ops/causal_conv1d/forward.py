@@ -36,11 +36,14 @@ class Channels(NamedTuple):
 
 
 class Slots(NamedTuple):
-    """Slots of a prefill: `slots` and `fresh` of `slots.Pool`, and the number of elements from one slot to the next."""
+    """Slots of a prefill: `slots` and `fresh` of `slots.Pool`, and the number of elements from one slot to the next.
 
-    slots: tl.tensor
+    All three are None in a call without slots.
+    """
+
+    slots: tl.tensor | None
     fresh: tl.tensor | None
-    stride: tl.tensor
+    stride: tl.tensor | None
 
 
 class Run(NamedTuple):
@@ -80,7 +83,7 @@ def convolve(
 ):
     """Convolve BT tokens of BD channels, BU tokens per iteration.
 
-    Without `slots` the program of the sequence's last tokens writes the final state. With `slots`, the initial and the
+    Without slots the program of the sequence's last tokens writes the final state. With slots, the initial and the
     final state are the sequence's slot of one pool; then the program of the first tokens, which alone reads the initial
     state, writes the final state after its loads.
     """
@@ -95,7 +98,8 @@ def convolve(
     p_initial = initial_state
     m_initial = None
     stores = first + BT >= length
-    if slots is not None:
+    # Triton 3.6 cannot compare a tuple that contains None with None
+    if slots.slots is not None:
         slot, held = locate_slot(i_n, slots.slots, slots.fresh)
         o_state = slot * slots.stride + o_d * (W - 1)
         m_initial = o_d < tl.where(held, D, 0)
@@ -147,9 +151,7 @@ def short_conv_forward_kernel(
         return
     channels = Channels(x, weight, bias, initial_state, stride_x, D)
     run = Run(i_n, begin, length, first, BT)
-    given = None
-    if slots is not None:
-        given = Slots(slots, fresh, stride_state)
+    given = Slots(slots, fresh, stride_state)
     convolve(channels, run, o, final_state, given, tl.program_id(1), W, BD, BU, SILU)
 
 
@@ -191,9 +193,10 @@ def short_convs_forward_kernel(
     )  # fmt: skip
     o, final_state = of_input(i_x, o0, o1, o2), of_input(i_x, final0, final1, final2)
     run = Run(i_n, begin, length, first, BT)
-    given = None
+    stride_state = None
     if slots is not None:
-        given = Slots(slots, fresh, of_input(i_x, stride_state0, stride_state1, stride_state2))
+        stride_state = of_input(i_x, stride_state0, stride_state1, stride_state2)
+    given = Slots(slots, fresh, stride_state)
     convolve(channels, run, o, final_state, given, i_d, W, BD, BU, SILU)
 
 
