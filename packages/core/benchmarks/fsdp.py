@@ -2,7 +2,7 @@
 
     python packages/core/benchmarks/fsdp.py --ranks 1 2 4 --recipe gated_delta_net-380m
 
-Prints one JSON line as soon as a run ends: the mean tokens/s of its steps after the first third, the ratio of that to
+Prints one JSON line as soon as a run ends: the mean tokens/s of the second half of its steps, the ratio of that to
 `ranks` × one GPU's tokens/s, and the seconds until the first step (the first run compiles kernels) and in all. A run's
 processes are killed after `--steps` steps, so that none writes a checkpoint, or after `--limit` seconds; the line then
 has the rate of the steps until then. Kernels are compiled once: later runs find them in Triton's cache. All processes
@@ -82,7 +82,7 @@ def train(ranks: int, flags: list[str], steps: int, limit: float, context: Any) 
                 child.kill()
             child.join()
         rates = [line["tokens_per_second"] for line in lines if "tokens_per_second" in line]
-        row = {"tokens_per_second": round(harmonic_mean(rates[len(rates) // 3 :])) if rates else None}
+        row = {"tokens_per_second": round(harmonic_mean(rates[len(rates) // 2 :])) if rates else None}
         row |= {"loss": lines[-1]["loss"] if lines else None, "first_step": first and round(first, 1)}
         row |= {"seconds": round(time.monotonic() - begun, 1)}
         text = said.read_text(errors="replace") if said.exists() else ""
@@ -96,7 +96,7 @@ def main() -> None:
     parser.add_argument("--recipe", default="gated_delta_net-380m")
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS)[:3])
-    parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--batch-tokens", type=int, default=262144)
     parser.add_argument("--micro-batch-tokens", type=int, default=16384)
     parser.add_argument("--limit", type=float, default=120, help="seconds of one run")

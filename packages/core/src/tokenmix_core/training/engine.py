@@ -28,7 +28,7 @@ from tokenmix_core.training import checkpoint
 from tokenmix_core.training.context_parallel import RowSplit
 from tokenmix_core.training.cuda_graph import GraphedStep, Losses, TrainingGraph
 from tokenmix_core.training.recipe import OptimizerRecipe
-from tokenmix_core.training.replicas import GatheredReplica, Replica
+from tokenmix_core.training.replicas import Replica
 from tokenmix_core.training.sharded_trainer import ShardedTrainer, reading
 from tokenmix_core.training.weight_decay import decay_parameter_names
 
@@ -168,7 +168,7 @@ class RecipeTrainer(ShardedTrainer):
         """Drop the CUDA graphs and so free their memory."""
         self._graphed_step = None
 
-    def _make_replica(self, model: nn.Module) -> Replica | GatheredReplica | None:
+    def _make_replica(self, model: nn.Module) -> Replica | None:
         """Return a replica that computes without hooks, or None: with DDP graphs alone need one."""
         replica = super()._make_replica(model)
         if replica is None and isinstance(model, DistributedDataParallel) and self._split is None:

@@ -70,31 +70,72 @@ class AveragedGradients:
 class Replica:
     """The module inside of DDP's wrapper, whose gradients are averaged after the last micro-batch of a step.
 
+    During micro-batches its parameters are other objects with the same memory: DDP's hooks hold the autograd nodes of
+    its own ones, on the stream on which DDP was made, and a capture on another stream must not wait for that stream.
+
     Attributes:
         gradients: as in `AveragedGradients`.
     """
 
     def __init__(self, wrapper: DistributedDataParallel) -> None:
-        self._module = wrapper.module
-        self._averaged = AveragedGradients(self._module.parameters())
+        self._setup(wrapper.module, [p.detach() for p in wrapper.module.parameters()])
+
+    def _setup(self, model: nn.Module, whole: list[Tensor]) -> None:
+        """Prepare for `model`, whose parameters have the memory `whole` during micro-batches."""
+        self._model = model
+        # modules and names of each parameter; tied parameters have several
+        owners: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
+        for module in model.modules():
+            for name, parameter in module._parameters.items():
+                if parameter is not None:
+                    owners.setdefault(parameter, []).append((module, name))
+        self._own, self._owners = list(owners), list(owners.values())
+        self._whole = [nn.Parameter(w, p.requires_grad) for w, p in zip(whole, self._own, strict=True)]
+        self._averaged = AveragedGradients(self._whole)
         self.gradients = self._averaged.gradients
+        self._begun = False
 
     @contextmanager
     def micro_batch(self, *, last: bool) -> Iterator[nn.Module]:
-        """Context manager: yield the module for the passes of a micro-batch; `last`: whether it is the step's last."""
-        yield self._module
+        """Context manager: yield the model for the passes of a micro-batch, without the hooks of DDP or FSDP2.
+
+        After the last micro-batch of a step (`last`), the model's own parameters have the averaged gradients.
+        """
+        if not self._begun:
+            self._begin_step()
+            for parameter in self._whole:
+                parameter.grad = None
+            self._begun = True
+        with ExitStack() as stack:
+            for module in self._model.modules():
+                if isinstance(module, FSDPModule):
+                    stack.enter_context(_unsharded(module))
+            self._assign(self._whole)
+            stack.callback(self._assign, self._own)
+            yield self._model
         if last:
             self._averaged.average()
+            self._give_gradients()
+            self._begun = False
+
+    def _begin_step(self) -> None:
+        """Prepare the whole weights for a step."""
+
+    def _give_gradients(self) -> None:
+        for parameter, whole in zip(self._own, self._whole, strict=True):
+            parameter.grad = whole.grad
+
+    def _assign(self, parameters: list[nn.Parameter]) -> None:
+        for parameter, owners in zip(parameters, self._owners, strict=True):
+            for module, name in owners:
+                module._parameters[name] = parameter
 
 
-class GatheredReplica:
+class GatheredReplica(Replica):
     """A model that FSDP2 shards, with whole weights instead of the shards during micro-batches.
 
     The optimizer and checkpoints see the shards. During micro-batches modules have their own classes and no hooks of
     FSDP2.
-
-    Attributes:
-        gradients: the gradients of the whole weights, as in `AveragedGradients`.
 
     Raises:
         ValueError: a parameter is not sharded along its first axis alone, or parameters have several dtypes.
@@ -103,53 +144,17 @@ class GatheredReplica:
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self._reshard()
-        # modules and names of each parameter; tied parameters have several
-        owners: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
-        for module in model.modules():
-            for name, parameter in module._parameters.items():
-                if parameter is not None:
-                    owners.setdefault(parameter, []).append((module, name))
-        self._shards, self._owners = list(owners), list(owners.values())
-        if any(not isinstance(p, DTensor) or p.placements != (Shard(0),) for p in self._shards):
+        shards: Any = list(model.parameters())
+        if any(not isinstance(p, DTensor) or p.placements != (Shard(0),) for p in shards):
             raise ValueError("every parameter must be sharded along its first axis, over one group of ranks")
-        first = cast(DTensor, self._shards[0])
-        mesh = first.device_mesh
+        mesh = shards[0].device_mesh
         self._group, self._rank, self._ranks = mesh.get_group(), mesh.get_local_rank(), mesh.size()
-        like = [p.to_local() for p in cast(list[DTensor], self._shards)]
-        _, whole = _views(like, [p.shape for p in self._shards])
-        self._whole = [nn.Parameter(w, p.requires_grad) for w, p in zip(whole, self._shards, strict=True)]
+        local = [p.to_local() for p in shards]
+        self._setup(model, _views(local, [p.shape for p in shards])[1])
         # FSDP2 gives each rank this number of rows, the last ranks fewer or none
-        self._rows = [-(-p.shape[0] // self._ranks) for p in self._shards]
-        padded = [(rows, *p.shape[1:]) for rows, p in zip(self._rows, self._shards, strict=True)]
-        self._sent, self._parts = _views(like, padded)
-        self._averaged = AveragedGradients(self._whole)
-        self.gradients = self._averaged.gradients
-        self._gathered = False
-
-    @contextmanager
-    def micro_batch(self, *, last: bool) -> Iterator[nn.Module]:
-        """Context manager: yield the model for the passes of a micro-batch, with whole weights and without hooks.
-
-        After the last micro-batch of a step (`last`), each shard has its part of the averaged gradient.
-        """
-        if not self._gathered:
-            self._gather()
-        with ExitStack() as stack:
-            for module in self._model.modules():
-                if isinstance(module, FSDPModule):
-                    stack.enter_context(_unsharded(module))
-            self._assign(self._whole)
-            stack.callback(self._assign, self._shards)
-            yield self._model
-        if last:
-            self._averaged.average()
-            self._give_gradients()
-            self._gathered = False
-
-    def _assign(self, parameters: list[nn.Parameter]) -> None:
-        for parameter, owners in zip(parameters, self._owners, strict=True):
-            for module, name in owners:
-                module._parameters[name] = parameter
+        self._rows = [-(-p.shape[0] // self._ranks) for p in shards]
+        padded = [(rows, *p.shape[1:]) for rows, p in zip(self._rows, shards, strict=True)]
+        self._sent, self._parts = _views(local, padded)
 
     def _reshard(self) -> None:
         """Make modules hold shards: an evaluation through FSDP2's hooks leaves some gathered."""
@@ -158,10 +163,10 @@ class GatheredReplica:
                 module.reshard()
 
     @torch.no_grad()
-    def _gather(self) -> None:
-        """Gather whole weights, and drop their gradients of the step before."""
+    def _begin_step(self) -> None:
+        """Gather whole weights."""
         self._reshard()
-        for part, shard in zip(self._parts, cast(list[DTensor], self._shards), strict=True):
+        for part, shard in zip(self._parts, cast(list[DTensor], self._own), strict=True):
             local = shard.to_local()
             part[: local.shape[0]].copy_(local)
         found = self._sent.new_empty(self._ranks * self._sent.numel())
@@ -172,12 +177,10 @@ class GatheredReplica:
             at = (part.data_ptr() - start) // part.element_size()
             rows = found[:, at : at + part.numel()].unflatten(1, part.shape).flatten(0, 1)
             whole.copy_(rows[: whole.shape[0]])
-            whole.grad = None
-        self._gathered = True
 
     @torch.no_grad()
     def _give_gradients(self) -> None:
-        for shard, whole, rows in zip(cast(list[DTensor], self._shards), self._whole, self._rows, strict=True):
+        for shard, whole, rows in zip(cast(list[DTensor], self._own), self._whole, self._rows, strict=True):
             if whole.grad is not None:
                 begin = min(self._rank * rows, whole.shape[0])
                 part = whole.grad[begin : begin + shard.to_local().shape[0]]

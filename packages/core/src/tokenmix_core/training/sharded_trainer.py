@@ -31,7 +31,7 @@ class ShardedTrainer(Trainer):
     sharded_checkpoint = False
     reshard = True
     unit_layers = 1
-    _replica: Replica | GatheredReplica | None = None
+    _replica: Replica | None = None
 
     def create_accelerator_and_postprocess(self) -> None:
         """Create the accelerator; with `fsdp`, it shards models by our precision policy, also on a CPU."""
@@ -77,7 +77,7 @@ class ShardedTrainer(Trainer):
             prepare_micro_batch(model, reshard=self.reshard, last=self.accelerator.sync_gradients)
         return super().training_step(model, inputs, num_items_in_batch)
 
-    def _make_replica(self, model: nn.Module) -> Replica | GatheredReplica | None:
+    def _make_replica(self, model: nn.Module) -> Replica | None:
         """Return a replica with whole weights, if FSDP2 would keep them for a step; None if its hooks gather them."""
         if not self.is_fsdp_enabled or self.reshard or not isinstance(model, FSDPModule):
             return None
