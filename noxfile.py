@@ -540,11 +540,17 @@ def try_package(session: nox.Session, package: str, python: str) -> None:
 
 @nox.session
 def newest(session: nox.Session) -> None:
-    """Test each wheel alone with an index's newest versions; `-- --quick` only tries it, `-- --raise` lifts limits."""
+    """Test each wheel alone with an index's newest versions; `-- --quick` only tries it, `-- --raise` lifts limits.
+
+    Packages can be chosen: `-- nha lte`.
+    """
     quick, beyond = "--quick" in session.posargs, "--raise" in session.posargs
+    chosen = [x for x in PACKAGES if x in session.posargs] or PACKAGES
+    if beyond and chosen != PACKAGES:
+        session.error("--raise changes the bound of all packages, so it tests all of them")
     dist, versions = ROOT / "dist", set()
     build(session, "--all-packages", dist)
-    for package in PACKAGES:
+    for package in chosen:
         # run outside of the workspace, whose settings limit versions to the date of the lock
         with tempfile.TemporaryDirectory() as folder:
             lifted = Path(folder) / "overrides.txt"

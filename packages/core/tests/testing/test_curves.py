@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+import tokenmix_core
+
 SCRIPT = runpy.run_path(str(Path(__file__).parents[2] / "benchmarks" / "curves.py"))
 
 
@@ -29,6 +31,9 @@ def in_this_process(monkeypatch):
     monkeypatch.setattr(subprocess, "run", run)
 
 
+@pytest.mark.skipif(
+    not Path(tokenmix_core.__file__).is_relative_to(SCRIPT["ROOT"]), reason="the installed package is not the checkout's"
+)
 def test_the_same_sources_train_the_same_model(in_this_process, tmp_path, capsys):
     short = ["--steps", "3", "--rows", "2", "--length", "32", "--device", "cpu", "--out", str(tmp_path / "kept.json")]
     same, rotated = SCRIPT["main"](["tiny", "--before", str(SCRIPT["ROOT"]), *short])

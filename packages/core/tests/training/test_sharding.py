@@ -47,6 +47,8 @@ PHASES = [
 ]
 
 
+# eight runs in processes of their own take minutes on a busy machine
+@pytest.mark.timeout(1200)
 def test_each_step_of_a_run_by_other_processes_sharded_or_not(single, corpus, tmp_path):
     out = tmp_path / "run"
     for step, (processes, fsdp, reshard, shards) in enumerate(PHASES, 1):
