@@ -62,12 +62,21 @@ def operations(
     do = random(heads, size)
     normal = F.normalize(k, dim=-1).detach().requires_grad_()
     found = {
-        "gated delta rule": lambda: parallel.chunk_gated_delta_rule(q, k, v, g, beta, qk_l2norm=True).o.backward(do),
-        "ssd": lambda: parallel.chunk_ssd(q, normal, v, g, dt=beta).o.backward(do),
-        "attention": lambda: parallel.attention(q, *few).o.backward(do),
-        "window": lambda: parallel.attention(q, *few, window=2048).o.backward(do),
+        "gated delta rule": lambda: parallel.chunk_gated_delta_rule(q, k, v, g, beta, qk_l2norm=True).o,
+        "ssd": lambda: parallel.chunk_ssd(q, normal, v, g, dt=beta).o,
+        "attention": lambda: parallel.attention(q, *few).o,
+        "window": lambda: parallel.attention(q, *few, window=2048).o,
     }
-    return found if fla is None else found | {"gated delta rule, FLA": lambda: fla(q, k, v, g, beta)[0].backward(do)}
+    if fla is not None:
+        found["gated delta rule, FLA"] = lambda: fla(q, k, v, g, beta)[0]
+
+    def both(run: Callable) -> None:
+        for x in (q, k, v, g, beta, normal, *few):
+            # gradients that are added to those of the call before would be timed, too
+            x.grad = None
+        run().backward(do)
+
+    return {name: functools.partial(both, run) for name, run in found.items()}
 
 
 def fla_rule(configurations: int, tokens: int, device: torch.device, alone: bool) -> Callable:

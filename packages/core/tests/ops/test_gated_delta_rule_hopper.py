@@ -11,7 +11,8 @@ from torch._subclasses import FakeTensorMode
 
 from tokenmix_core.ops import chunk_gated_delta_rule, gated_delta_rule_prefill, gated_delta_rule_step
 from tokenmix_core.ops.dispatch import GluonForm
-from tokenmix_core.ops.gated_delta_rule import autograd, hopper, plan, recurrent, tuning
+from tokenmix_core.ops.gated_delta_rule import autograd, hopper, plan, rank_split, recurrent, tuning
+from tokenmix_core.ops.gated_delta_rule.types import Inputs
 from tokenmix_core.testing import gluon_emulator
 from tokenmix_core.testing.agreement import RoundedProducts, assert_agrees, granted_to_sums, values_and_gradients
 from tokenmix_core.testing.closeness import assert_within, relative_error
@@ -339,3 +340,22 @@ def test_one_token_in_slots(dtype, monkeypatch):
     got, eager = (step_in_slots(step, rows, state, dtype, impl) for impl in ("gluon", "reference"))
     for name, *values in zip(("o", "state"), got, (o, exact), eager, strict=True):
         assert_within(name, *values)
+
+
+@pytest.mark.parametrize("decay", [0.01, 2.0])
+@pytest.mark.parametrize("D", [64, 128])
+def test_local_gradients_of_rows_are_those_of_their_initial_states(D, decay, on_hopper):
+    # at the greater decay only the first of three chunks contributes
+    x = inputs(2, 192, 1, 2, D, N=2, decay=decay)
+    x |= {name: x[name].half() for name in "qkv"}
+    do = torch.randn(x["v"].shape, generator=torch.Generator().manual_seed(1)).half()
+    given = Inputs(**x, writes=None, cu_seqlens=None, scale=0.3, qk_l2norm=True, impl="gluon")
+    maps = rank_split.RowMaps(*rank_split.row_maps(*given))
+    found = rank_split.local_gradients(do, maps.inverse, maps.gates, *given)
+    assert "backward_state" not in on_hopper, "whole reverse scans ran"
+
+    wide = {name: t.double() for name, t in x.items()}
+    state = wide["initial_state"].requires_grad_()
+    o = chunk_gated_delta_rule(**wide, scale=0.3, qk_l2norm=True, impl="reference").o
+    (expected,) = torch.autograd.grad(o, state, do.double())
+    assert relative_error(found, expected) < 2e-3

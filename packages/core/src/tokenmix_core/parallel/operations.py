@@ -14,8 +14,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tokenmix_core import ops
+from tokenmix_core.ops.gated_delta_rule.types import Inputs
 from tokenmix_core.ops.ssd.span_states import final_state, initial_gradient, span_decay
 from tokenmix_core.ops.types import AttentionOutput, ScanOutput
+from tokenmix_core.parallel import gated_delta_rule
 from tokenmix_core.parallel.exchange import begin_receive, combined, receive, requested_tokens
 from tokenmix_core.parallel.overlap import HeadGroup, head_groups, in_turn
 from tokenmix_core.parallel.recurrence import Recurrence, Tensors, split_recurrence
@@ -53,6 +55,10 @@ def chunk_gated_delta_rule(
         return ops.chunk_gated_delta_rule(q, k, v, g, beta, **more)
     if writes is not None:
         raise ValueError(f"{name}: writes cannot be split over ranks, as their chunks would cross them")
+    given = Inputs(q, k, v, g, beta, initial_state, None, None, **{"scale": None, "qk_l2norm": False, **options})
+    by_kernels = gated_delta_rule.kernel_inputs(shard, given)
+    if by_kernels is not None:
+        return gated_delta_rule.split_by_kernels(shard, by_kernels, final_states)
     if options.get("scale") is None:
         options["scale"] = q.shape[-1] ** -0.5
 

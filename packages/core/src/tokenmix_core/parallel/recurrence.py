@@ -66,7 +66,8 @@ def split_recurrence(
     if shard.crosses:
         maps, arriving = _begin_maps(shard, x, tensors, rows)
         yield
-        gathered, entering = _entering(shard, *arriving)
+        gathered = arriving[0]()
+        entering = entering_states(shard, gathered, arriving[1]())
         before = _before(shard, x, rows, entering, batch)
     o, final = x.run(tuple(shard.to_rows(t) for t in tensors), before, shard.cu_seqlens(first.device))
     o = shard.from_rows(o)
@@ -123,20 +124,17 @@ def _begin_maps(
 
 
 @torch.no_grad()
-def _entering(
-    shard: SequenceShard, transitions: Callable[[], Tensor], states: Callable[[], Tensor]
-) -> tuple[Tensor, list[Tensor]]:
-    """Wait for all spans' maps S' = M S + L; return all M and the state that enters each span of this rank."""
-    m, local = transitions(), states()
+def entering_states(shard: SequenceShard, m: Tensor, local: Tensor) -> list[Tensor]:
+    """Return the state that enters each local span, given M and L `[spans, ...]` of all spans' maps S' = M S + L."""
     state = zero = torch.zeros_like(local[0])
     entering = {}
     for span, m_span, l_span in zip(shard.spans, m, local, strict=True):
         entering[span.start] = state if span.depth else zero
         state = (_apply(m_span, state) + l_span if span.through else l_span) if span.tail else zero
-    return m, [entering[span.start] for span in shard.local]
+    return [entering[span.start] for span in shard.local]
 
 
-def _leaving(shard: SequenceShard, m: Tensor, local: Tensor) -> list[Tensor]:
+def leaving_gradients(shard: SequenceShard, m: Tensor, local: Tensor) -> list[Tensor]:
     """Return the gradient dS' of the state that leaves each local span, from dS = Mᵀ dS' + G of all later spans."""
     gradient = zero = torch.zeros_like(local[0])
     leaving = {}
@@ -186,7 +184,7 @@ class _AddLeaving(torch.autograd.Function):
     @torch.no_grad()
     def backward(ctx, do, dfinal):
         shard, (m,) = ctx.shard, ctx.saved_tensors
-        leaving = _leaving(shard, m, ctx.arrival.wait())
+        leaving = leaving_gradients(shard, m, ctx.arrival.wait())
         dfinal = dfinal.clone()
         for i, (span, gradient) in enumerate(zip(shard.local, leaving, strict=True)):
             if span.tail:
@@ -262,8 +260,9 @@ class _Compose(torch.autograd.Function):
     @staticmethod
     def forward(ctx, shard: SequenceShard, name: str, decays: Tensor, local: Tensor) -> Tensor:
         label = shard.layer, name
-        m, found = _entering(shard, begin_gather(shard, decays, label), begin_gather(shard, local, label))
-        entering = torch.stack(found)
+        arriving = begin_gather(shard, decays, label), begin_gather(shard, local, label)
+        m = arriving[0]()
+        entering = torch.stack(entering_states(shard, m, arriving[1]()))
         ctx.shard, ctx.label = shard, (shard.layer, f"{name}, backward")
         ctx.save_for_backward(m, entering)
         return entering
@@ -271,7 +270,7 @@ class _Compose(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad: Tensor):
         m, entering = ctx.saved_tensors
-        leaving = torch.stack(_leaving(ctx.shard, m, begin_gather(ctx.shard, grad, ctx.label)()))
+        leaving = torch.stack(leaving_gradients(ctx.shard, m, begin_gather(ctx.shard, grad, ctx.label)()))
         through = leaving.new_tensor([float(span.through) for span in ctx.shard.local]).view(-1, 1, 1, 1, 1)
         return None, None, (through * leaving * entering).sum(-1, keepdim=True), leaving
 

@@ -127,7 +127,7 @@ _CHUNK_REFERENCE, _RECURRENT_REFERENCE = (
 
 def _scan(op: str, x: Inputs) -> ScanOutput:
     """Run a call on whole sequences with the reference or the kernels, after validation of its arguments."""
-    impl, scale = _check(op, *x)
+    impl, scale = check_scan(op, *x)
     if impl == "reference":
         reference = _CHUNK_REFERENCE if op == "chunk_gated_delta_rule" else _RECURRENT_REFERENCE
         found = reference(
@@ -244,7 +244,7 @@ def _step_reference(scale: float, qk_l2norm: bool, *token: Tensor) -> Tensor:
 
 
 @Checked
-def _check(op: str, *inputs) -> tuple[str | None, float]:
+def check_scan(op: str, *inputs) -> tuple[str | None, float]:
     """Validate the `Inputs` of a call on whole sequences; return the result of `resolve_impl`, and the scale."""
     _, impl, scale = _bind(op, Inputs(*inputs))
     return impl, scale

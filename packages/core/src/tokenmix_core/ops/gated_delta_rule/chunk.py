@@ -41,17 +41,20 @@ class Forward(NamedTuple):
     buffer: Tensor | None
 
 
-def chunk_forward(inputs: Inputs, save: bool = False, pool: Pool | None = None) -> Forward:
+def chunk_forward(
+    inputs: Inputs, save: bool = False, pool: Pool | None = None, prepared: tuple[Tensor, Tensor] | None = None
+) -> Forward:
     """Compute outputs and final states; with `save` also store the tensors for the backward pass in one buffer.
 
     With `pool`, initial states are read from its slots, which the final states overwrite: `final_state` is then None.
+    `prepared` are Ã and the gates, if they are known.
     """
     x, parts = head_split.split_heads(inputs.aligned())
     by = plan(x.k, x.v, x.cu_seqlens, x.qk_l2norm, x.impl, others=(x.q,), chunks_per_write=x.chunks_per_write)
     buffer, term_tensors, saved = _saving_buffer(x, by.saves_states) if save else (None, None, None)
 
     # within each chunk: cumulative log2 decays b, β r, r (inverse key norms), β, and Ã = (I + L̃)⁻¹
-    inverse, gates = prepare(
+    inverse, gates = prepared or prepare(
         k=x.k, g=x.g, beta=x.beta, cu_seqlens=x.cu_seqlens, qk_l2norm=x.qk_l2norm, form=by.prepare, out=term_tensors
     )
     # compute the states that enter segments

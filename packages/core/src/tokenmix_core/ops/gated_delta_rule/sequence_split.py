@@ -31,7 +31,7 @@ NEGLIGIBLE_IN_SCAN = tl.constexpr(-32.5)
 @cached_launch
 @triton.jit(do_not_specialize=(*SIZES, "segment"))
 def segment_kernel(
-    k, v, inverse, gates, writes, initial_state, cu_seqlens, states, transitions, slots, fresh, stride_state,
+    k, v, inverse, gates, writes, initial_state, cu_seqlens, states, transitions, carries, slots, fresh, stride_state,
     T, N, H, group, tokens, segment,
     K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BV: tl.constexpr, WRITES: tl.constexpr, L2NORM: tl.constexpr,
     PACKED: tl.constexpr, DOT: tl.constexpr, PARTS: tl.constexpr,
@@ -42,20 +42,29 @@ def segment_kernel(
     needs neither M nor L, and the first no M. A segment whose decay is below the limit needs no M. It needs L, scanned
     from its first chunk that is not negligible, only if the next segment is not the last and has a decay that is not
     below the limit. All chunks that are read are full. WRITES is the number of chunks that share a write factor, or 0.
+
+    With `carries` every segment needs L, and M unless its decay is below the limit: `carries` is 0 for these, else 1.
     """
+    OPEN: tl.constexpr = carries is not None
     i_tile, i_sh = tl.program_id(0) % ((K + V) // BV), tl.program_id(0) // ((K + V) // BV)
     HV = H * group
     i_s, i_hv = i_sh // HV, i_sh % HV
     i_n, bos, length, first = locate_chunk(i_s, T, segment, N, cu_seqlens, PACKED)
     i_m = i_tile - V // BV
-    if (first + segment >= length) | ((i_m >= 0) & (first == 0)):
-        return
+    if not OPEN:  # noqa: SIM102
+        if (first + segment >= length) | ((i_m >= 0) & (first == 0)):
+            return
     p_gates = gates + (i_hv.to(tl.int64) * tokens + bos + first) * 4
     skipped = forward_pass.negligible_chunks(p_gates, segment, BT, L2NORM, NEGLIGIBLE)
     if WRITES:
         p_w = writes + forward_pass.first_write(i_n, bos, T, BT, WRITES, PACKED) * HV + i_hv
         skipped = forward_pass.bounded(skipped, p_w, HV, first, segment, BT, WRITES)
-    if skipped > 0:
+    if OPEN:
+        if i_m == 0:
+            tl.store(carries + i_sh, (skipped == 0).to(tl.int32))
+        if (i_m >= 0) & (skipped > 0):
+            return
+    elif skipped > 0:
         if (i_m >= 0) | (first + 2 * segment >= length):
             return
         after = forward_pass.negligible_chunks(p_gates + segment * 4, segment, BT, L2NORM, NEGLIGIBLE)
@@ -293,8 +302,8 @@ def segment_states(
     slots_and_parts = {**slot_arguments(pool), "PARTS": parts_of(x.v, pool)}
     segment_kernel[(slots * HV * ((K + V) // BV),)](
         k=x.k, v=x.v, inverse=inverse, gates=gates, writes=x.writes, initial_state=initial_state, **slots_and_parts,
-        cu_seqlens=x.cu_seqlens, states=states, transitions=transitions, T=T, N=N, H=H, group=HV // H, tokens=B * T,
-        segment=segment, K=K, V=V, BT=CHUNK, BV=BV, WRITES=x.chunks_per_write, L2NORM=x.qk_l2norm,
+        cu_seqlens=x.cu_seqlens, states=states, transitions=transitions, carries=None, T=T, N=N, H=H, group=HV // H,
+        tokens=B * T, segment=segment, K=K, V=V, BT=CHUNK, BV=BV, WRITES=x.chunks_per_write, L2NORM=x.qk_l2norm,
         PACKED=x.cu_seqlens is not None, DOT=dot_precision(x.k), num_warps=launch.num_warps,
         num_stages=launch.num_stages, maxnreg=launch.maxnreg,
     )  # fmt: skip

@@ -20,7 +20,13 @@ from tokenmix_core.kernels.gluon import hopper
 from tokenmix_core.kernels.launch.launcher import cached_launch
 from tokenmix_core.ops.gated_delta_rule.constants import CHUNK, SIZES
 from tokenmix_core.ops.gated_delta_rule.hopper import gates as gate_tiles
-from tokenmix_core.ops.gated_delta_rule.hopper.segments import Chunks, Factors, locate_segment, reverse_scan_start
+from tokenmix_core.ops.gated_delta_rule.hopper.segments import (
+    Chunks,
+    Factors,
+    locate_segment,
+    reverse_scan_end,
+    reverse_scan_start,
+)
 from tokenmix_core.ops.gated_delta_rule.sequence_split import pass_back
 from tokenmix_core.ops.gated_delta_rule.tile_order import longest_first
 from tokenmix_core.ops.gated_delta_rule.types import Reverse, StateGradients
@@ -39,13 +45,13 @@ def backward_state_kernel(
     Vectors named `…_i` have the layout of a tile's rows, vectors named `…_j` the layout of its columns. `dfinal_state`,
     `dinitial_state` and `remainders` may be None. ORDERED: programs take segments in the order of `order`. `passed`
     holds gradients of the segments' entering states. If `dv` is None, the kernel only writes local gradients to
-    `passed`, which ignore later segments. Else the scan starts from the next segment's gradient in `passed`;
-    `reverse_scan_start` says where it starts without `passed`, and if the next segment's decay is negligible. `writes`
-    has one factor per chunk.
+    `passed`, which ignore later segments; or, without `passed`, to `dinitial_state` for whole sequences, which ignore
+    the final states. Else the scan starts from the next segment's gradient in `passed`; `reverse_scan_start` says where
+    it starts without `passed`, and if the next segment's decay is negligible. `writes` has one factor per chunk.
     """
     LOCAL: gl.constexpr = dv is None
     CARRIED: gl.constexpr = dv is not None and passed is not None
-    REMAINDERS: gl.constexpr = remainders is not None
+    REMAINDERS: gl.constexpr = remainders is not None and dv is not None
     # one program computes all V columns: 16 per warp
     WARPS: gl.constexpr = V // 16
     dtype: gl.constexpr = q.dtype.element_ty
@@ -77,7 +83,8 @@ def backward_state_kernel(
     # the offset is clamped, because an empty sequence may begin past the last token
     p_gates = gates + (i_hv.to(gl.int64) * tokens + gl.minimum(begin, tokens - 1)) * 4
     o_s = (slot * HV + i_hv) * K * V
-    p_ds, p_s, p_m = hopper.pointer_or(dstates, do) + o_s, states + o_s, hopper.pointer_or(remainders, states) + o_s
+    p_ds, p_s = hopper.pointer_or(dstates, do) + o_s, hopper.pointer_or(states, do) + o_s
+    p_m = hopper.pointer_or(remainders, do) + o_s
     p_end = hopper.pointer_or(ends, gates) + (slot * HV + i_hv) * V
 
     k_2 = gl.allocate_shared_memory(dtype, [2, BT, K], shared)
@@ -97,9 +104,12 @@ def backward_state_kernel(
     chunks, first = gl.cdiv(length, BT), start // BT
     end = gl.minimum(chunks, first + segment // BT)
     span = Chunks(first, end, chunks)
-    started = reverse_scan_start(
-        p_gates, Factors(writes, slot, i_hv, HV), span, segment, length, line, L2NORM, LOCAL, CARRIED
-    )
+    if LOCAL and passed is None:
+        started = reverse_scan_end(p_gates, None, HV, first, end, length, L2NORM)
+    else:
+        started = reverse_scan_start(
+            p_gates, Factors(writes, slot, i_hv, HV), span, segment, length, line, L2NORM, LOCAL, CARRIED
+        )
     if LOCAL and started == first:
         return
     o_v, o_k = gl.arange(0, V, gl.SliceLayout(1, tile)), gl.arange(0, K, gl.SliceLayout(0, tile))
@@ -117,9 +127,10 @@ def backward_state_kernel(
     hopper.async_copy_rows(q_2.index(0), p_q + token.to(gl.int64) * s_qk, s_qk, length - token, WARPS)
     hopper.async_copy_rows(a_2.index(0), p_a + token.to(gl.int64) * s_at, s_at, length - token, WARPS)
     hopper.async_copy_rows(do_2.index(0), p_do + token.to(gl.int64) * s_vo, s_vo, length - token, WARPS)
-    hopper.async_copy_rows(
-        s_2.index(0), p_s + (token // BT).to(gl.int64) * HV * K * V, V, gl.minimum(length, 1) * K, WARPS
-    )
+    if not LOCAL:
+        hopper.async_copy_rows(
+            s_2.index(0), p_s + (token // BT).to(gl.int64) * HV * K * V, V, gl.minimum(length, 1) * K, WARPS
+        )
     if REMAINDERS:
         hopper.async_copy_rows(
             m_2.index(0), p_m + (token // BT).to(gl.int64) * HV * K * V, V, gl.minimum(length, 1) * K, WARPS
@@ -143,7 +154,8 @@ def backward_state_kernel(
             hopper.async_copy_rows(q_2.index(next_stage), p_q + before * s_qk, s_qk, BT, WARPS)
             hopper.async_copy_rows(a_2.index(next_stage), p_a + before * s_at, s_at, BT, WARPS)
             hopper.async_copy_rows(do_2.index(next_stage), p_do + before * s_vo, s_vo, BT, WARPS)
-            hopper.async_copy_rows(s_2.index(next_stage), p_s + (i_c - 1).to(gl.int64) * HV * K * V, V, K, WARPS)
+            if not LOCAL:
+                hopper.async_copy_rows(s_2.index(next_stage), p_s + (i_c - 1).to(gl.int64) * HV * K * V, V, K, WARPS)
             if REMAINDERS:
                 hopper.async_copy_rows(m_2.index(next_stage), p_m + (i_c - 1).to(gl.int64) * HV * K * V, V, K, WARPS)
             async_copy.commit_group()
@@ -187,7 +199,7 @@ def backward_state_kernel(
             hopper.store_rows(p_dv + token.to(gl.int64) * s_vo, s_dy, s_vo, length - token, WARPS)
         b_ds, b_dy, b_do = warpgroup_mma_wait(0, deps=[b_ds, b_dy, b_do])
 
-    if LOCAL:
+    if LOCAL and passed is not None:
         b_ds *= 1 / RANGE
         gl.store(passed + (i_s.to(gl.int64) * HV + i_hv) * K * V + o_k[None, :] * V + o_v[:, None], b_ds)
     if dinitial_state is not None and first == 0:
@@ -202,16 +214,21 @@ class Columns(NamedTuple):
     warps: int
 
 
-def launch_kernel(reverse: Reverse, of_states: StateGradients | None, passed: Tensor | None, by: Columns) -> None:
-    """Launch the kernel of `by`; without `of_states` it only writes the segments' local gradients to `passed`."""
+def launch_kernel(
+    reverse: Reverse, of_states: StateGradients | None, passed: Tensor | None, by: Columns, initial: Tensor | None = None
+) -> None:
+    """Launch the kernel of `by`; without `of_states`, compute only local gradients of the segments' entering states.
+
+    These are written to `passed` or, for whole sequences, to `initial`.
+    """
     x, terms, saved, do, dfinal_state, segment = reverse
     B, T, H, K = x.q.shape
     HV, V = x.v.shape[2:]
     order = longest_first(T, segment, x.cu_seqlens)
-    dv, dstates, ends, dinitial_state, _ = of_states or (None,) * 5
+    dv, dstates, ends, dinitial_state, _ = of_states or (None, None, None, initial, None)
     by.kernel[(chunk_slots(B, T, segment, x.cu_seqlens) * HV * (V // by.columns),)](
         q=x.q, k=x.k, inverse=terms.inverse, gates=terms.gates, writes=x.writes, cu_seqlens=x.cu_seqlens, order=order,
-        states=saved.states, remainders=saved.remainders, do=do, dfinal_state=dfinal_state, passed=passed, dv=dv,
+        states=None if of_states is None else saved.states, remainders=saved.remainders, do=do, dfinal_state=dfinal_state, passed=passed, dv=dv,
         dstates=dstates, ends=ends, dinitial_state=dinitial_state, scale=x.scale, T=T,
         N=num_sequences(x.q, x.cu_seqlens), H=H, group=HV // H, tokens=B * T, segment=segment, K=K, V=V, BT=CHUNK,
         BV=by.columns, L2NORM=x.qk_l2norm, PACKED=x.cu_seqlens is not None, ORDERED=order is not None,
@@ -232,6 +249,17 @@ def between_segments(reverse: Reverse, by: Columns | None = None) -> Tensor | No
         segment=segment, cu_seqlens=x.cu_seqlens, writes=x.writes, run=x.chunks_per_write,
     )  # fmt: skip
     return passed
+
+
+def initial_gradients(reverse: Reverse) -> Tensor:
+    """Return the gradient of the state before each sequence; it ignores the final states. `reverse.saved` is not read.
+
+    Sequences are not packed. A scan starts at the last chunk whose effect is not negligible.
+    """
+    (B, _, _, K), (HV, V) = reverse.x.q.shape, reverse.x.v.shape[2:]
+    found = reverse.terms.gates.new_empty(B, HV, K, V)
+    launch_kernel(reverse, None, None, Columns(backward_state_kernel, V, V // 16), found)
+    return found
 
 
 def backward_state(reverse: Reverse, of_states: StateGradients, by: Columns | None = None) -> None:
