@@ -11,12 +11,19 @@ from torch import Tensor
 
 from tokenmix_core import parallel
 from tokenmix_core.ops.gated_delta_rule import rank_split
-from tokenmix_core.parallel import SequenceShard, gather_rows
+from tokenmix_core.ops.ssd import rank_split as ssd_split
+from tokenmix_core.parallel import SequenceShard, gather_rows, operations
+from tokenmix_core.testing.interpreter import hurry
 
 
-class Rule(NamedTuple):
-    """A call of the gated delta rule in B rows of `tokens` tokens per rank; `decay` is the largest decay of a token."""
+class Scan(NamedTuple):
+    """A call of a recurrence with B rows of `tokens` tokens per rank.
 
+    `decay` is the largest negated log-decay of a token; the first head has 20 times as much. `segment` replaces the
+    least number of tokens per segment.
+    """
+
+    name: str = "gated delta rule"
     layout: str = "contiguous"
     batch: int = 1
     tokens: int = 256
@@ -28,12 +35,15 @@ class Rule(NamedTuple):
     states: bool = True
     impl: str | None = "triton"
     device: str = "cpu"
-    least_row: int = 64
+    segment: int = 64
 
 
-def rule_errors(group: dist.ProcessGroup, given: Rule) -> dict[str, tuple[float, float]]:
-    """Return, for each output and gradient, the errors of a split and an unsplit call; zeros on ranks other than 0."""
-    shard = SequenceShard(given.tokens * dist.get_world_size(group), layout=given.layout, group=group)  # type: ignore[arg-type]
+def scan_errors(group: dist.ProcessGroup, given: Scan) -> dict[str, tuple[float, float]]:
+    """Return the errors of a split and an unsplit call, by output and gradient; nothing on ranks other than 0."""
+    if given.device == "cpu":
+        hurry()
+    tokens = given.tokens * dist.get_world_size(group)
+    shard = SequenceShard(tokens, layout=given.layout, group=group)  # type: ignore[arg-type]
     generator = torch.Generator(given.device).manual_seed(0)
     shape, (H, HV), (K, V) = (given.batch, shard.tokens), given.heads, given.sizes
 
@@ -44,38 +54,43 @@ def rule_errors(group: dist.ProcessGroup, given: Rule) -> dict[str, tuple[float,
     if not given.qk_l2norm:
         inputs["k"] = torch.nn.functional.normalize(inputs["k"], dim=-1)
     inputs = {name: x.to(given.dtype) for name, x in inputs.items()}
-    inputs["g"] = -given.decay * torch.rand(shape + (HV,), generator=generator, device=given.device)
-    inputs["beta"] = random(*shape, HV).sigmoid()
-    # a head that forgets all and one that forgets nothing
+    inputs["g"] = -given.decay * torch.rand((*shape, HV), generator=generator, device=given.device)
     inputs["g"][..., 0] *= 20
-    state, weight = random(given.batch, HV, K, V), random(*shape, HV, V)
-    of_final = random(given.batch, HV, K, V)
+    delta, whole = given.name == "gated delta rule", {}
+    inputs["beta" if delta else "dt"] = random(*shape, HV).sigmoid()
+    options: dict[str, Any] = {"qk_l2norm": given.qk_l2norm} if delta else {}
+    if not delta:
+        whole["D"] = random(HV)
+    if given.states:
+        whole["initial_state"] = random(given.batch, HV, K, V)
+    weight, of_final = random(*shape, HV, V), random(given.batch, HV, K, V)
 
     def differentiated(split: bool, exact: bool) -> dict[str, Tensor]:
-        leaves = {name: (x.double() if exact else x.clone()).requires_grad_() for name, x in inputs.items()}
-        more: dict[str, Any] = {"impl": "reference" if exact else given.impl, "qk_l2norm": given.qk_l2norm}
-        if given.states:
-            leaves["initial_state"] = (state.double() if exact else state.clone()).requires_grad_()
-            more["initial_state"] = leaves["initial_state"]
-        x = [shard.split(leaves[name]) if split else leaves[name] for name in inputs]
+        both = inputs | whole
+        leaves = {name: (x.double() if exact else x.clone()).requires_grad_() for name, x in both.items()}
+        x = {name: shard.split(leaves[name]) if split and name in inputs else leaves[name] for name in both}
+        more = options | {"impl": "reference" if exact else given.impl}
         if split:
             more |= {"sequence_shard": shard, "final_states": given.states}
-        out = parallel.chunk_gated_delta_rule(*x, **more)
+        out = (parallel.chunk_gated_delta_rule if delta else parallel.chunk_ssd)(**x, **more)
         loss = (out.o * (shard.split(weight) if split else weight)).sum()
         found = {"o": gather_rows(shard, out.o) if split else out.o}
         if given.states:
             # each rank's loss has a different fraction of the final states' weight; the fractions sum to 1
             share = 2.0 * (shard.rank + 1) / (shard.size * (shard.size + 1)) if split else 1.0
             loss, found["final_state"] = loss + share * (out.final_state * of_final).sum(), out.final_state
-        for (name, leaf), grad in zip(
-            leaves.items(), torch.autograd.grad(loss, list(leaves.values())), strict=True
-        ):
+        grads = torch.autograd.grad(loss, list(leaves.values()))
+        for (name, leaf), grad in zip(leaves.items(), grads, strict=True):
             found[f"d{name}"] = grad.to(torch.promote_types(leaf.dtype, torch.float32))
             if split:
                 dist.all_reduce(found[f"d{name}"], group=group)
         return {name: x.detach().double() for name, x in found.items()}
 
-    with mock.patch.object(rank_split, "LEAST_ROW", given.least_row):
+    with (
+        mock.patch.object(rank_split, "LEAST_ROW", given.segment),
+        mock.patch.object(ssd_split, "segment_tokens", return_value=given.segment),
+        mock.patch.object(operations, "split_recurrence", side_effect=AssertionError("not computed by kernels")),
+    ):
         split = differentiated(True, False)
     if shard.rank:
         return {}

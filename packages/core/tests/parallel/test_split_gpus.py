@@ -7,6 +7,7 @@ import torch
 
 from support.rank_pool import RankPool
 from support.split_contract import gpu_errors
+from support.split_kernels import Scan, scan_errors
 from support.split_overlap import gpu_errors_by_head_groups
 
 pytestmark = [
@@ -34,6 +35,16 @@ def test_errors_are_those_of_one_gpu(gpus, name, packed, layout):
 @pytest.mark.parametrize("name", ["gated delta rule", "ssd", "attention"])
 def test_exchanges_by_head_groups_have_the_errors_of_one_gpu(gpus, name, packed, layout):
     require_errors_of_one_gpu(gpus, gpu_errors_by_head_groups, name, layout, packed)
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
+@pytest.mark.parametrize("decay", [0.001, 0.2])
+@pytest.mark.parametrize(
+    "call", [Scan(sizes=(128, 128)), Scan(sizes=(64, 64)), Scan(sizes=(128, 256)), Scan("ssd", sizes=(128, 128))]
+)
+def test_segments_across_gpus_have_the_errors_of_one_gpu(gpus, call, decay, layout):
+    given = {"tokens": 2048, "segment": 256, "heads": (2, 4), "dtype": torch.bfloat16, "impl": None, "device": "cuda"}
+    require_errors_of_one_gpu(gpus, scan_errors, call._replace(layout=layout, decay=decay, **given))
 
 
 def require_errors_of_one_gpu(gpus, measure, *args):

@@ -14,11 +14,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tokenmix_core import ops
+from tokenmix_core.ops.gated_delta_rule.api import check_scan
+from tokenmix_core.ops.gated_delta_rule.constants import CHUNK
 from tokenmix_core.ops.gated_delta_rule.types import Inputs
+from tokenmix_core.ops.ssd.api import check_scan as check_ssd
 from tokenmix_core.ops.ssd.span_states import final_state, initial_gradient, span_decay
+from tokenmix_core.ops.ssd.types import Inputs as SSDInputs
 from tokenmix_core.ops.types import AttentionOutput, ScanOutput
-from tokenmix_core.parallel import gated_delta_rule
 from tokenmix_core.parallel.exchange import begin_receive, combined, receive, requested_tokens
+from tokenmix_core.parallel.kernel_scans import by_segments, split_scan
 from tokenmix_core.parallel.overlap import HeadGroup, head_groups, in_turn
 from tokenmix_core.parallel.recurrence import Recurrence, Tensors, split_recurrence
 from tokenmix_core.parallel.shard import Range, SequenceShard, Span, require_shard
@@ -55,10 +59,15 @@ def chunk_gated_delta_rule(
         return ops.chunk_gated_delta_rule(q, k, v, g, beta, **more)
     if writes is not None:
         raise ValueError(f"{name}: writes cannot be split over ranks, as their chunks would cross them")
-    given = Inputs(q, k, v, g, beta, initial_state, None, None, **{"scale": None, "qk_l2norm": False, **options})
-    by_kernels = gated_delta_rule.kernel_inputs(shard, given)
-    if by_kernels is not None:
-        return gated_delta_rule.split_by_kernels(shard, by_kernels, final_states)
+    shard.check_local(name, q)
+    if by_segments(shard, q) and shard.local[0].tokens % CHUNK == 0:
+        x = Inputs(q, k, v, g, beta, initial_state, None, None, **{"scale": None, "qk_l2norm": False, **options})
+        impl, scale = check_scan(name, *x)
+        if impl != "reference":
+            from tokenmix_core.ops.gated_delta_rule.rank_split import Spans
+
+            scan = Spans(x._replace(impl=impl, scale=scale)[6:])
+            return split_scan(shard, name, scan, map(shard.to_rows, x[:5]), initial_state, final_states)
     if options.get("scale") is None:
         options["scale"] = q.shape[-1] ** -0.5
 
@@ -109,6 +118,17 @@ def chunk_ssd(
     if shard is None:
         more = {"dt": dt, "scale": scale, "initial_state": initial_state, "cu_seqlens": cu_seqlens, **options}
         return ops.chunk_ssd(q, k, v, g, **more)
+    shard.check_local("chunk_ssd", q)
+    if by_segments(shard, q):
+        x = SSDInputs(q, k, v, g, initial_state, dt, cu_seqlens=None, scale=scale, **{"D": None, **options})
+        impl, scale = check_ssd("chunk_ssd", *x)
+        if impl != "reference":
+            from tokenmix_core.ops.ssd.autograd import needs_widening
+            from tokenmix_core.ops.ssd.rank_split import Spans
+
+            if not needs_widening(v, q.shape[3], v.shape[3]):
+                rows = [None if t is None else shard.to_rows(t) for t in (q, k, v, g, dt)]
+                return split_scan(shard, "chunk_ssd", Spans(scale, impl), [*rows, x.D], initial_state, final_states)
 
     def of(group: HeadGroup) -> Recurrence:
         own = options if options.get("D") is None else options | {"D": group.of(options["D"], 0)}

@@ -56,7 +56,7 @@ def split_heads(x: Inputs) -> tuple[Inputs, int]:
         v=split_values(x.v, parts),
         g=g,
         beta=beta,
-        initial_state=None if x.initial_state is None else _split_states(x.initial_state, parts),
+        initial_state=None if x.initial_state is None else split_states(x.initial_state, parts),
         writes=None if x.writes is None else x.writes.unsqueeze(-1).expand(-1, -1, parts).contiguous().flatten(-2),
     )
     return x, parts
@@ -70,7 +70,7 @@ def split_output_gradients(
         return do, dfinal_state
     return (
         None if do is None else split_values(do, parts),
-        None if dfinal_state is None else _split_states(dfinal_state, parts),
+        None if dfinal_state is None else split_states(dfinal_state, parts),
     )
 
 
@@ -78,7 +78,7 @@ def join_outputs(o: Tensor, final_state: Any, parts: int) -> tuple[Tensor, Any]:
     """Undo the split: return outputs of the original heads, and final states unless they are None."""
     if parts == 1:
         return o, final_state
-    return _join_values(o, parts), None if final_state is None else _join_states(final_state, parts)
+    return _join_values(o, parts), None if final_state is None else join_states(final_state, parts)
 
 
 def join_gradients(grads: Gradients, parts: int) -> Gradients:
@@ -94,7 +94,7 @@ def join_gradients(grads: Gradients, parts: int) -> Gradients:
         v=_join_values(grads.v, parts),
         g=dg,
         beta=dbeta,
-        initial_state=None if grads.initial_state is None else _join_states(grads.initial_state, parts),
+        initial_state=None if grads.initial_state is None else join_states(grads.initial_state, parts),
         writes=None if grads.writes is None else grads.writes.unflatten(-1, (-1, parts)).sum(-1),
     )
 
@@ -103,10 +103,11 @@ def _join_values(x: Tensor, parts: int) -> Tensor:
     return x.unflatten(2, (-1, parts)).flatten(3)
 
 
-def _split_states(states: Tensor, parts: int) -> Tensor:
+def split_states(states: Tensor, parts: int) -> Tensor:
     """Return states `[N, HV, K, V]` as `[N, HV · parts, K, V / parts]`."""
     return states.unflatten(-1, (parts, -1)).transpose(2, 3).contiguous().flatten(1, 2)
 
 
-def _join_states(states: Tensor, parts: int) -> Tensor:
+def join_states(states: Tensor, parts: int) -> Tensor:
+    """Undo `split_states`."""
     return states.unflatten(1, (-1, parts)).transpose(2, 3).contiguous().flatten(3)

@@ -5,13 +5,14 @@ state S before it to M S + L (`row_maps`). `scan_rows` composes the maps of a sp
 that enters the span. The gradient of the state before a row is Mᵀ dS' + G, with dS' of the state after the row and the
 local gradient G (`local_gradients`); `scan_rows` with `reverse` passes it through the rows.
 
-All tensors have the heads of `head_split.split_heads`. Keys of norm 1 let kernels omit rows, as between segments
+Kernels take the heads of `head_split.split_heads`. Keys of norm 1 let them omit rows, as between segments
 (`sequence_split`): a row whose decay is below the limit has no M, and only its last chunks enter L.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple, cast
 
 import torch
 import triton
@@ -22,7 +23,8 @@ from tokenmix_core.kernels.launch.cache.replay import Replayed
 from tokenmix_core.kernels.launch.launcher import cached_launch
 from tokenmix_core.kernels.tuning import FLOAT32_DOT, one_wave
 from tokenmix_core.ops.autograd import of_fields, retried
-from tokenmix_core.ops.gated_delta_rule import tuning
+from tokenmix_core.ops.gated_delta_rule import head_split, tuning
+from tokenmix_core.ops.gated_delta_rule.autograd import backward_op
 from tokenmix_core.ops.gated_delta_rule.backward_state import backward_state
 from tokenmix_core.ops.gated_delta_rule.chunk import chunk_forward
 from tokenmix_core.ops.gated_delta_rule.constants import CHUNK, dot_precision
@@ -30,11 +32,14 @@ from tokenmix_core.ops.gated_delta_rule.forward import empty_saved, forward
 from tokenmix_core.ops.gated_delta_rule.plan import plan, programs_per_head
 from tokenmix_core.ops.gated_delta_rule.prepare import prepare
 from tokenmix_core.ops.gated_delta_rule.sequence_split import segment_kernel
-from tokenmix_core.ops.gated_delta_rule.types import Inputs, Reverse, Saved, Terms
+from tokenmix_core.ops.gated_delta_rule.types import Gradients, Inputs, Reverse, Saved, Terms
 from tokenmix_core.ops.slots import slot_arguments
 
 # least number of tokens in a row, if a span has several
 LEAST_ROW = 1024
+
+
+Tensors = tuple[Tensor, ...]
 
 
 class RowMaps(NamedTuple):
@@ -68,6 +73,66 @@ class LocalInputs(NamedTuple):
     inverse: Tensor
     gates: Tensor
     inputs: Inputs
+
+
+class Spans:
+    """The gated delta rule of a rank's spans: the `parallel.kernel_scans.SpanScan` of one call.
+
+    A span has a multiple of `CHUNK` tokens. `options` are the fields of `Inputs` after the initial state.
+    """
+
+    def __init__(self, options: tuple):
+        self.options = options
+        self.rows = self.parts = 1
+
+    def _inputs(self, saved: Sequence[Tensor]) -> tuple[Inputs, RowMaps]:
+        """Return the rows, whose initial states are `RowMaps.states`, and their maps."""
+        maps = RowMaps(*saved[5:])
+        return Inputs(*saved[:5], maps.states, *self.options), maps
+
+    def maps(self, tensors: Tensors, initial: Tensor | None) -> tuple[Tensors, Tensor, Tensor]:
+        """Return tensors to save, M and L of each span; L starts from `initial`, the states before spans."""
+        x, self.parts = head_split.split_heads(Inputs(*tensors, initial, *self.options).aligned())
+        self.rows = rows_per_span(x)
+        cut = tuple(t.unflatten(1, (self.rows, -1)).flatten(0, 1) for t in x[:5])
+        maps = RowMaps(*row_maps(*cut, None, *self.options))
+        _, found = scan_rows(maps, maps.states, x.initial_state, self.rows, compose=True)
+        states, transitions = found.split([x.v.shape[-1], x.k.shape[-1]], -1)
+        # the parts of a head have one M
+        return (*cut, *maps), transitions[:, :: self.parts], head_split.join_states(states, self.parts)
+
+    def outputs(self, saved: Tensors, entering: Tensor) -> tuple[Tensor, Tensor, Tensors]:
+        """Return outputs, the states after spans, and the tensors to save, from the states that enter spans."""
+        x, maps = self._inputs(saved)
+        entering = head_split.split_states(entering, self.parts)
+        entering, after = scan_rows(maps, maps.states, entering, self.rows)
+        o = row_outputs(maps.inverse, maps.gates, *x._replace(initial_state=entering))
+        o, after = head_split.join_outputs(o, after, self.parts)
+        return o, after, (*saved[:5], *maps._replace(states=entering))
+
+    def local_gradients(self, saved: Sequence[Tensor], do: Tensor, after: Tensor | None) -> tuple[Tensors, Tensor]:
+        """Return tensors for `gradients`, and the gradient of the state before each span.
+
+        `after` are gradients of the states after spans; None for zero.
+        """
+        x, maps = self._inputs(saved)
+        do, after = head_split.split_output_gradients(do, after, self.parts)
+        do = do.view(x.v.shape)
+        local = local_gradients(do, maps.inverse, maps.gates, *x)
+        _, found = scan_rows(maps, local, after, self.rows, reverse=True)
+        return (do, local), head_split.join_states(found, self.parts)
+
+    def gradients(self, saved: Sequence[Tensor], kept: Tensors, leaving: Tensor) -> tuple[Tensors, Tensor]:
+        """Return the gradients of the tensors of `maps`, and of the states before spans.
+
+        `leaving` are the complete gradients of the states after spans.
+        """
+        (x, maps), (do, local) = self._inputs(saved), kept
+        leaving = head_split.split_states(leaving, self.parts)
+        leaving, before = scan_rows(maps, local, leaving, self.rows, reverse=True)
+        grads = Gradients(*backward_op(do, leaving, maps.inverse, maps.gates, *x)[:5], before, None)
+        grads = head_split.join_gradients(grads, self.parts)
+        return grads[:5], cast(Tensor, grads.initial_state)
 
 
 def rows_per_span(x: Inputs) -> int:

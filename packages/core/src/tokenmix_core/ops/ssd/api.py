@@ -110,7 +110,7 @@ _CHUNK_REFERENCE, _RECURRENT_REFERENCE = (
 
 def _scan(op: str, x: Inputs) -> ScanOutput:
     """Run a call on whole sequences with the reference or the kernels, after validation of its arguments."""
-    impl, scale = _check(op, *x)
+    impl, scale = check_scan(op, *x)
     return _run(op, x._replace(scale=scale, impl=impl), impl)
 
 
@@ -218,7 +218,7 @@ def ssd_step(
 
 
 @Checked
-def _check(op: str, *inputs) -> tuple[str | None, float]:
+def check_scan(op: str, *inputs) -> tuple[str | None, float]:
     """Validate the `Inputs` of a call on whole sequences; return the result of `resolve_impl`, and the scale."""
     _, impl, scale = _bind(op, Inputs(*inputs))
     return impl, scale

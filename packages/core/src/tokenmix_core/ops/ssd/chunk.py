@@ -6,6 +6,8 @@ Backward: the state before each chunk, and the gradient of the state after it; t
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor
 
 from tokenmix_core.ops.buffers import aligned
@@ -28,7 +30,7 @@ def chunk_forward(inputs: Inputs) -> tuple[Tensor, Tensor, Tensor | None]:
         zero_padding(x.cu_seqlens, o)
         return o, final_state, None
     # compute the states that enter segments; then scan the chunks of each segment, which also computes outputs
-    entering, final_state = segment_states(x, segment=by.segment, config=by.states)
+    entering, final_state, _ = segment_states(x, segment=by.segment, config=by.states)
     o, _ = ssd_forward(x, entering=entering, segment=by.segment, config=by.forward)
     zero_padding(x.cu_seqlens, o)
     return o, final_state, entering
@@ -43,50 +45,70 @@ def prefill(inputs: Inputs, pool: Pool) -> Tensor:
     return o
 
 
-def chunk_backward(inputs: Inputs, *, do: Tensor, dfinal_state: Tensor | None, entering: Tensor | None) -> Gradients:
-    """Return all gradients; `entering` are the states that enter segments, or None to compute these again."""
+def chunk_backward(
+    inputs: Inputs,
+    *,
+    do: Tensor,
+    dfinal_state: Tensor | None,
+    entering: Tensor | None,
+    dleaving: Tensor | None = None,
+    segment: int | None = None,
+) -> Gradients:
+    """Return all gradients; `entering` are the states that enter segments, or None to compute these again.
+
+    With `dleaving`, the gradients of the states that leave segments of `segment` tokens, `dfinal_state` is not read,
+    and the initial states' gradient is None.
+    """
     fused = plan(inputs.q, inputs.v, inputs.cu_seqlens, inputs.impl).gradients.hopper is not None
     composed = not fused and not (inputs.dt is None and inputs.D is None)
     backward = _composed_backward if composed else _backward
-    grads = backward(inputs, do=do, dfinal_state=dfinal_state, entering=entering)
+    grads = backward(inputs, do=do, dfinal_state=dfinal_state, entering=entering, dleaving=dleaving, segment=segment)
     zero_padding(inputs.cu_seqlens, *grads[:4], grads.dt)
     return grads
 
 
-def _backward(inputs: Inputs, *, do: Tensor, dfinal_state: Tensor | None, entering: Tensor | None) -> Gradients:
+def _backward(
+    inputs: Inputs,
+    *,
+    do: Tensor,
+    dfinal_state: Tensor | None,
+    entering: Tensor | None,
+    dleaving: Tensor | None,
+    segment: int | None,
+) -> Gradients:
     """Return all gradients; only fused (Gluon) kernels accept Δ and D."""
     by = plan(inputs.q, inputs.v, inputs.cu_seqlens, inputs.impl)
     fused = by.gradients.hopper is not None
     # if sequences are split, compute the gradients of the states that leave segments
-    x, do, dleaving = inputs.aligned(), token_rows(do), aligned(dfinal_state)
+    x, do = inputs.aligned(), token_rows(do)
+    segment = by.segment if segment is None else segment
     dinitial_state = None
-    if not by.segment:
-        entering = x.initial_state
-    else:
+    if not segment:
+        entering, dleaving = x.initial_state, aligned(dfinal_state)
+    elif dleaving is None:
+        dleaving = aligned(dfinal_state)
         if entering is None:
-            entering, _ = segment_states(x, segment=by.segment, config=by.states)
-        dleaving, dinitial_state = segment_states(x, segment=by.segment, config=by.states, do=do, dfinal_state=dleaving)
+            entering = segment_states(x, segment=segment, config=by.states)[0]
+        dleaving, dinitial_state, _ = segment_states(x, segment=segment, config=by.states, do=do, dfinal_state=dleaving)
     # compute states before chunks and, unless the fused reverse scan does so itself, gradients of states after chunks
     scans = fused and by.gradients.scans
     states, dstates, dinitial_of_whole = boundary_states(
-        x, do=do, entering=entering, dleaving=dleaving, segment=by.segment, config=by.states, with_gradients=not scans
+        x, do=do, entering=entering, dleaving=dleaving, segment=segment, config=by.states, with_gradients=not scans
     )
     # compute all other gradients, for each chunk
     if scans:
-        grads = backward_scan(x, do=do, states=states, dleaving=dleaving, segment=by.segment)
+        grads = backward_scan(x, do=do, states=states, dleaving=dleaving, segment=segment)
         dinitial_of_whole = grads.initial_state
     else:
         grads = ssd_gradients(x, do=do, states=states, dstates=dstates, config=by.gradients)
-    return grads._replace(initial_state=dinitial_state if by.segment else dinitial_of_whole)
+    return grads._replace(initial_state=dinitial_state if segment else dinitial_of_whole)
 
 
-def _composed_backward(
-    inputs: Inputs, *, do: Tensor, dfinal_state: Tensor | None, entering: Tensor | None
-) -> Gradients:
+def _composed_backward(inputs: Inputs, *, do: Tensor, **states: Any) -> Gradients:
     """Return all gradients by kernels that lack Δ and D: scale v by Δ beforehand, add the terms of D afterwards."""
     v, dt, D = inputs.v, inputs.dt, inputs.D
     scaled = v if dt is None else (v * dt.unsqueeze(-1)).to(v.dtype)
-    grads = _backward(inputs._replace(v=scaled, dt=None, D=None), do=do, dfinal_state=dfinal_state, entering=entering)
+    grads = _backward(inputs._replace(v=scaled, dt=None, D=None), do=do, **states)
     dv, ddt, dD = grads.v.float(), None, None
     if dt is not None:
         ddt = (dv * v).sum(-1).to(dt.dtype)

@@ -198,8 +198,10 @@ def segment_states(
     do: Tensor | None = None,
     dfinal_state: Tensor | None = None,
     pool: Pool | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Return the states that enter segments `[slots, HV, K, V]`, and the final states `[N, HV, K, V]`, in float32.
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return states that enter segments `[slots, HV, K, V]`, final states `[N, HV, K, V]`, decays `[slots, HV]`.
+
+    All are float32; a decay is the base-2 logarithm of that over a segment.
 
     `slots`: one entry per segment of `segment` tokens (`chunking.chunk_slots`). With `do`, return instead the gradients
     of the states that leave segments, and of the initial states. With `pool`, initial states are in its slots, and the
@@ -230,7 +232,7 @@ def segment_states(
         cu_seqlens=x.cu_seqlens, T=T, HV=HV, segment=segment, KV=K * V, BE=BE, REVERSE=reverse,
         PACKED=x.cu_seqlens is not None, num_warps=4,
     )  # fmt: skip
-    return states, final
+    return states, final, totals
 
 
 def boundary_states(

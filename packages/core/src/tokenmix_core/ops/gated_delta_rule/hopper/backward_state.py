@@ -215,7 +215,11 @@ class Columns(NamedTuple):
 
 
 def launch_kernel(
-    reverse: Reverse, of_states: StateGradients | None, passed: Tensor | None, by: Columns, initial: Tensor | None = None
+    reverse: Reverse,
+    of_states: StateGradients | None,
+    passed: Tensor | None,
+    by: Columns,
+    initial: Tensor | None = None,
 ) -> None:
     """Launch the kernel of `by`; without `of_states`, compute only local gradients of the segments' entering states.
 
@@ -228,8 +232,9 @@ def launch_kernel(
     dv, dstates, ends, dinitial_state, _ = of_states or (None, None, None, initial, None)
     by.kernel[(chunk_slots(B, T, segment, x.cu_seqlens) * HV * (V // by.columns),)](
         q=x.q, k=x.k, inverse=terms.inverse, gates=terms.gates, writes=x.writes, cu_seqlens=x.cu_seqlens, order=order,
-        states=None if of_states is None else saved.states, remainders=saved.remainders, do=do, dfinal_state=dfinal_state, passed=passed, dv=dv,
-        dstates=dstates, ends=ends, dinitial_state=dinitial_state, scale=x.scale, T=T,
+        states=None if of_states is None else saved.states, remainders=saved.remainders, do=do,
+        dfinal_state=dfinal_state, passed=passed, dv=dv, dstates=dstates, ends=ends, dinitial_state=dinitial_state,
+        scale=x.scale, T=T,
         N=num_sequences(x.q, x.cu_seqlens), H=H, group=HV // H, tokens=B * T, segment=segment, K=K, V=V, BT=CHUNK,
         BV=by.columns, L2NORM=x.qk_l2norm, PACKED=x.cu_seqlens is not None, ORDERED=order is not None,
         num_warps=by.warps,
