@@ -187,8 +187,9 @@ def local_gradients(given: LocalInputs) -> Tensor:
     if by.backward_state == "gluon":
         from tokenmix_core.ops.gated_delta_rule.hopper.backward_state import initial_gradients
 
-        none = Saved(do, do)
-        return initial_gradients(Reverse(x, terms, none, do, None, x.q.shape[1]))
+        # the kernel reads neither R nor chunk states
+        unread = Saved(do, do)
+        return initial_gradients(Reverse(x, terms, unread, do, None, x.q.shape[1]))
     saved = empty_saved(x, by.remainders)
     forward(x, terms, segment=0, form=by.states, output=False, saved=saved)
     found = backward_state(Reverse(x, terms, saved, do, None, x.q.shape[1]), form=by.backward_state).dinitial_state

@@ -83,8 +83,7 @@ def backward_state_kernel(
     # the offset is clamped, because an empty sequence may begin past the last token
     p_gates = gates + (i_hv.to(gl.int64) * tokens + gl.minimum(begin, tokens - 1)) * 4
     o_s = (slot * HV + i_hv) * K * V
-    p_ds, p_s = hopper.pointer_or(dstates, do) + o_s, hopper.pointer_or(states, do) + o_s
-    p_m = hopper.pointer_or(remainders, do) + o_s
+    p_ds, p_s, p_m = hopper.pointer_or(dstates, do) + o_s, states + o_s, hopper.pointer_or(remainders, states) + o_s
     p_end = hopper.pointer_or(ends, gates) + (slot * HV + i_hv) * V
 
     k_2 = gl.allocate_shared_memory(dtype, [2, BT, K], shared)
@@ -232,7 +231,7 @@ def launch_kernel(
     dv, dstates, ends, dinitial_state, _ = of_states or (None, None, None, initial, None)
     by.kernel[(chunk_slots(B, T, segment, x.cu_seqlens) * HV * (V // by.columns),)](
         q=x.q, k=x.k, inverse=terms.inverse, gates=terms.gates, writes=x.writes, cu_seqlens=x.cu_seqlens, order=order,
-        states=None if of_states is None else saved.states, remainders=saved.remainders, do=do,
+        states=saved.states, remainders=saved.remainders, do=do,
         dfinal_state=dfinal_state, passed=passed, dv=dv, dstates=dstates, ends=ends, dinitial_state=dinitial_state,
         scale=x.scale, T=T,
         N=num_sequences(x.q, x.cu_seqlens), H=H, group=HV // H, tokens=B * T, segment=segment, K=K, V=V, BT=CHUNK,
