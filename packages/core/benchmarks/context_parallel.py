@@ -137,8 +137,8 @@ def step_of(args: argparse.Namespace, device: torch.device, mixers: list[str], l
     return step
 
 
-def called(run: Callable, shard: SequenceShard | None, device: torch.device) -> float:
-    """Return the milliseconds of one call on this rank; all ranks begin together."""
+def called(run: Callable, shard: SequenceShard | None, device: torch.device, calls: int = 1) -> float:
+    """Return the milliseconds of so many calls on this rank; all ranks begin together."""
     if shard is not None:
         shard.traffic.clear()
         dist.barrier(shard.group)
@@ -146,7 +146,8 @@ def called(run: Callable, shard: SequenceShard | None, device: torch.device) -> 
         torch.cuda.synchronize()
     begin = time.perf_counter()
     with parallel.sequence_shard(shard):
-        run()
+        for _ in range(calls):
+            run()
     if device.type == "cuda":
         torch.cuda.synchronize()
     return 1000 * (time.perf_counter() - begin)
@@ -170,13 +171,15 @@ def compiled(name: str, run: Callable, shard: SequenceShard | None, device: torc
 def timed(run: Callable, shard: SequenceShard | None, args: argparse.Namespace, device: torch.device) -> dict[str, Any]:
     """Return the slowest rank's median milliseconds of a call, and this rank's peak memory and bytes sent per call."""
     cuda = device.type == "cuda"
-    times = [called(run, shard, device) for _ in range(args.warmups + args.repeats)]
+    # the CPU runs ahead of the GPU within a training step, so several calls are timed together
+    calls = args.calls if args.what == "operation" else 1
+    times = [called(run, shard, device, calls) / calls for _ in range(args.warmups + args.repeats)]
     middle = torch.tensor(median(times[args.warmups :]), device=device)
     sent: Counter[str] = Counter()
     if shard is not None:
         dist.all_reduce(middle, dist.ReduceOp.MAX, group=shard.group)
         for (_, name), count in shard.traffic.items():
-            sent[name] += count
+            sent[name] += count // calls
     peak = torch.cuda.max_memory_allocated() / 2**30 if cuda else None
     return {"milliseconds": round(middle.item(), 2), "peak_gib": peak and round(peak, 2), "sent_bytes": dict(sent)}
 
@@ -196,6 +199,7 @@ def main() -> None:
     parser.add_argument("--alone", action="store_true")
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--warmups", type=int, default=2)
+    parser.add_argument("--calls", type=int, default=5, help="calls of an operation that are timed together")
     parser.add_argument("--only", nargs="+", help="operations by their names, or kinds of layers to compile")
     parser.add_argument("--no-groups", action="store_true", help="exchange all heads before computing any")
     parser.add_argument("--compile-only", action="store_true")

@@ -25,8 +25,23 @@ from tokenmix_core.parallel.shard import SequenceShard
 class SpanScan(Protocol):
     """The kernels of one call on a rank's spans. States and their gradients are float32 `[B · spans, HV, K, V]`."""
 
-    def maps(self, tensors: Any, initial: Tensor | None) -> tuple[Tensors, Tensor, Tensor]:
-        """Return tensors to save, M and L of each span; L starts from `initial`, the states before spans."""
+    def split_states(self, states: Tensor) -> Tensor:
+        """Return states with the heads that kernels take, as all other methods take and return them."""
+        ...
+
+    def join_states(self, states: Tensor) -> Tensor:
+        """Undo `split_states`."""
+        ...
+
+    def maps(self, tensors: Any, initial: Tensor | None) -> tuple[Tensors, Tensor]:
+        """Return tensors to save, and M and L of each span in one tensor `[B · spans, ...]`.
+
+        L starts from `initial`, the states before spans; None for zero.
+        """
+        ...
+
+    def unpacked(self, gathered: Tensor) -> tuple[Tensor, Tensor]:
+        """Return M and L of all spans `[spans, B, ...]`, from the tensors of `maps`."""
         ...
 
     def outputs(self, saved: Tensors, entering: Tensor) -> tuple[Tensor, Tensor, Tensors]:
@@ -38,6 +53,10 @@ class SpanScan(Protocol):
 
         `after` are gradients of the states after spans; None for zero.
         """
+        ...
+
+    def recomputed(self, saved: Sequence[Tensor], kept: Tensors) -> Tensors:
+        """Return `kept` with tensors that need no gradient of later spans; this runs while gradients travel."""
         ...
 
     def gradients(self, saved: Sequence[Tensor], kept: Tensors, leaving: Tensor) -> tuple[Sequence[Any], Tensor]:
@@ -72,7 +91,7 @@ def split_scan(
 
 def _by_span(shard: SequenceShard, x: Tensor) -> Tensor:
     """Return `x [B · spans, ...]` as `[spans, B, ...]`, which the ranks gather."""
-    return x.unflatten(0, (-1, len(shard.local))).transpose(0, 1)
+    return x.unsqueeze(0) if len(shard.local) == 1 else x.unflatten(0, (-1, len(shard.local))).transpose(0, 1)
 
 
 def _of_spans(states: list[Tensor]) -> Tensor:
@@ -82,6 +101,8 @@ def _of_spans(states: list[Tensor]) -> Tensor:
 
 def _only(shard: SequenceShard, states: Tensor, span: int) -> Tensor:
     """Return `states [B, ...]` for one local span and zero for the others."""
+    if len(shard.local) == 1:
+        return states
     zero = torch.zeros_like(states)
     return _of_spans([states if i == span else zero for i in range(len(shard.local))])
 
@@ -93,14 +114,12 @@ class _Split(torch.autograd.Function):
     def forward(ctx: Any, shard: SequenceShard, label: Label, scan: SpanScan, wanted: bool, initial_state, *tensors):
         # the first span starts from the initial states
         begins = shard.local[0].depth == 0
-        initial = _only(shard, initial_state.float(), 0) if begins and initial_state is not None else None
-        saved, m, local = scan.maps(tensors, initial)
-        arriving = begin_gather(shard, _by_span(shard, torch.cat((m.flatten(2), local.flatten(2)), -1)), label)
-        m, local = (
-            t.unflatten(-1, like.shape[2:])
-            for t, like in zip(arriving().split([m[0, 0].numel(), local[0, 0].numel()], -1), (m, local), strict=True)
-        )
-        entering = _of_spans(entering_states(shard, m, local))
+        initial = None
+        if begins and initial_state is not None:
+            initial = _only(shard, scan.split_states(initial_state.float()), 0).contiguous()
+        saved, found = scan.maps(tensors, initial)
+        m, local = scan.unpacked(begin_gather(shard, _by_span(shard, found), label)())
+        entering = _of_spans(entering_states(shard, m, local)).contiguous()
         o, after, saved = scan.outputs(saved, entering if initial is None else entering + initial)
         ctx.shard, ctx.label, ctx.scan = shard, label, scan
         ctx.shapes = [None if t is None else t.shape for t in tensors]
@@ -110,7 +129,7 @@ class _Split(torch.autograd.Function):
         if not wanted:
             return o, None
         ends = shard.local[-1].stop == shard.tokens
-        final = after[len(shard.local) - 1 :: len(shard.local)]
+        final = scan.join_states(after[len(shard.local) - 1 :: len(shard.local)])
         return o, final.clone() if ends else torch.zeros_like(final)
 
     @staticmethod
@@ -119,15 +138,18 @@ class _Split(torch.autograd.Function):
         shard, (m, *saved) = ctx.shard, ctx.saved_tensors
         do = m.new_zeros(ctx.shapes[2], dtype=saved[2].dtype) if do is None else do.contiguous()
         ends = shard.local[-1].stop == shard.tokens
-        after = _only(shard, dfinal, len(shard.local) - 1) if ends and dfinal is not None else None
+        after = None
+        if ends and dfinal is not None:
+            after = _only(shard, ctx.scan.split_states(dfinal), len(shard.local) - 1).contiguous()
         kept, local = ctx.scan.local_gradients(saved, do, after)
         layer, name = ctx.label
-        gathered = begin_gather(shard, _by_span(shard, local), (layer, f"{name}, backward"))()
-        leaving = _of_spans(leaving_gradients(shard, m, gathered))
+        arriving = begin_gather(shard, _by_span(shard, local), (layer, f"{name}, backward"))
+        kept = ctx.scan.recomputed(saved, kept)
+        leaving = _of_spans(leaving_gradients(shard, m, arriving())).contiguous()
         grads, before = ctx.scan.gradients(saved, kept, leaving if after is None else leaving + after)
         found = [None if x is None else x.view(shape) for x, shape in zip(grads, ctx.shapes, strict=True)]
         dinitial = None
         if ctx.needs_input_grad[4]:
-            first = before[:: len(shard.local)]
+            first = ctx.scan.join_states(before[:: len(shard.local)]).contiguous()
             dinitial = first if shard.local[0].depth == 0 else torch.zeros_like(first)
         return None, None, None, None, dinitial, *found

@@ -66,7 +66,7 @@ def chunk_gated_delta_rule(
         if impl != "reference":
             from tokenmix_core.ops.gated_delta_rule.rank_split import Spans
 
-            scan = Spans(x._replace(impl=impl, scale=scale)[6:])
+            scan = Spans(x._replace(impl=impl, scale=scale))
             return split_scan(shard, name, scan, map(shard.to_rows, x[:5]), initial_state, final_states)
     if options.get("scale") is None:
         options["scale"] = q.shape[-1] ** -0.5

@@ -138,7 +138,7 @@ def leaving_gradients(shard: SequenceShard, m: Tensor, local: Tensor) -> list[Te
     """Return the gradient dS' of the state that leaves each local span, from dS = Mᵀ dS' + G of all later spans."""
     gradient = zero = torch.zeros_like(local[0])
     leaving = {}
-    for span, m_span, g_span in zip(reversed(shard.spans), m.flip(0), local.flip(0), strict=True):
+    for span, m_span, g_span in zip(*map(reversed, (shard.spans, m.unbind(0), local.unbind(0))), strict=True):
         leaving[span.start] = gradient if span.tail else zero
         gradient = (_apply_transposed(m_span, gradient) + g_span if span.through else g_span) if span.depth else zero
     return [leaving[span.start] for span in shard.local]

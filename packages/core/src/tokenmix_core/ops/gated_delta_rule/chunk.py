@@ -95,7 +95,7 @@ def chunk_backward(
 
     # unless R and the chunk states are saved, run the forward scan again
     entering, transitions = segments or segment_states(x, inverse=inverse, gates=gates, segment=by.segment)
-    recompute = saved is None or by.remainders
+    recompute = saved is None or (by.remainders and saved.remainders is None)
     if recompute:
         terms, saved = Terms(inverse, gates, entering, transitions), empty_saved(x, by.remainders)
         forward(x, terms, segment=by.segment, form=by.states, output=False, saved=saved)

@@ -12,7 +12,7 @@ Kernels take the heads of `head_split.split_heads`. Keys of norm 1 let them omit
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -24,14 +24,13 @@ from tokenmix_core.kernels.launch.launcher import cached_launch
 from tokenmix_core.kernels.tuning import FLOAT32_DOT, one_wave
 from tokenmix_core.ops.autograd import of_fields, retried
 from tokenmix_core.ops.gated_delta_rule import head_split, tuning
-from tokenmix_core.ops.gated_delta_rule.autograd import backward_op
 from tokenmix_core.ops.gated_delta_rule.backward_state import backward_state
-from tokenmix_core.ops.gated_delta_rule.chunk import chunk_forward
-from tokenmix_core.ops.gated_delta_rule.constants import CHUNK, dot_precision
+from tokenmix_core.ops.gated_delta_rule.chunk import chunk_backward, chunk_forward
+from tokenmix_core.ops.gated_delta_rule.constants import CHUNK, dot_precision, split_values
 from tokenmix_core.ops.gated_delta_rule.forward import empty_saved, forward
-from tokenmix_core.ops.gated_delta_rule.plan import plan, programs_per_head
+from tokenmix_core.ops.gated_delta_rule.plan import head_parts, plan, programs_per_head
 from tokenmix_core.ops.gated_delta_rule.prepare import prepare
-from tokenmix_core.ops.gated_delta_rule.sequence_split import segment_kernel
+from tokenmix_core.ops.gated_delta_rule.sequence_split import segment_kernel, segment_states
 from tokenmix_core.ops.gated_delta_rule.types import Gradients, Inputs, Reverse, Saved, Terms
 from tokenmix_core.ops.slots import slot_arguments
 
@@ -39,7 +38,7 @@ from tokenmix_core.ops.slots import slot_arguments
 LEAST_ROW = 1024
 
 
-Tensors = tuple[Tensor, ...]
+Tensors = tuple[Any, ...]
 
 
 class RowMaps(NamedTuple):
@@ -75,64 +74,97 @@ class LocalInputs(NamedTuple):
     inputs: Inputs
 
 
+class BackwardInputs(NamedTuple):
+    """Gradients of outputs and of the states after rows, R and the chunk states (`Saved`), then as `PreparedInputs`."""
+
+    do: Tensor
+    dfinal_state: Tensor | None
+    residual: Tensor
+    states: Tensor
+    remainders: Tensor | None
+    inverse: Tensor
+    gates: Tensor
+    inputs: Inputs
+
+
 class Spans:
     """The gated delta rule of a rank's spans: the `parallel.kernel_scans.SpanScan` of one call.
 
-    A span has a multiple of `CHUNK` tokens. `options` are the fields of `Inputs` after the initial state.
+    A span has a multiple of `CHUNK` tokens; `x` has the call's options and the rank's k and v.
     """
 
-    def __init__(self, options: tuple):
-        self.options = options
-        self.rows = self.parts = 1
+    def __init__(self, x: Inputs):
+        self.options = x[6:]
+        self.parts = head_parts(x.k, x.v, x.impl)
+        self.rows = 1
 
     def _inputs(self, saved: Sequence[Tensor]) -> tuple[Inputs, RowMaps]:
         """Return the rows, whose initial states are `RowMaps.states`, and their maps."""
         maps = RowMaps(*saved[5:])
         return Inputs(*saved[:5], maps.states, *self.options), maps
 
-    def maps(self, tensors: Tensors, initial: Tensor | None) -> tuple[Tensors, Tensor, Tensor]:
-        """Return tensors to save, M and L of each span; L starts from `initial`, the states before spans."""
-        x, self.parts = head_split.split_heads(Inputs(*tensors, initial, *self.options).aligned())
+    def split_states(self, states: Tensor) -> Tensor:
+        """Return states with the heads that kernels take."""
+        return states if self.parts == 1 else head_split.split_states(states, self.parts)
+
+    def join_states(self, states: Tensor) -> Tensor:
+        """Undo `split_states`."""
+        return states if self.parts == 1 else head_split.join_states(states, self.parts)
+
+    def maps(self, tensors: Tensors, initial: Tensor | None) -> tuple[Tensors, Tensor]:
+        """Return tensors to save, and M and L of each span in one tensor; L starts from `initial`."""
+        x, _ = head_split.split_heads(Inputs(*tensors, None, *self.options).aligned())
         self.rows = rows_per_span(x)
-        cut = tuple(t.unflatten(1, (self.rows, -1)).flatten(0, 1) for t in x[:5])
+        count, length = len(x.v) * self.rows, x.v.shape[1] // self.rows
+        cut = tuple(t.view(count, length, *t.shape[2:]) for t in x[:5])
         maps = RowMaps(*row_maps(*cut, None, *self.options))
-        _, found = scan_rows(maps, maps.states, x.initial_state, self.rows, compose=True)
-        states, transitions = found.split([x.v.shape[-1], x.k.shape[-1]], -1)
-        # the parts of a head have one M
-        return (*cut, *maps), transitions[:, :: self.parts], head_split.join_states(states, self.parts)
+        _, found = scan_rows(maps, maps.states, initial, self.rows, compose=True)
+        return (*cut, *maps), found
+
+    def unpacked(self, gathered: Tensor) -> tuple[Tensor, Tensor]:
+        """Return M and L of all spans."""
+        K = gathered.shape[-2]
+        return gathered[..., -K:], gathered[..., :-K]
 
     def outputs(self, saved: Tensors, entering: Tensor) -> tuple[Tensor, Tensor, Tensors]:
         """Return outputs, the states after spans, and the tensors to save, from the states that enter spans."""
         x, maps = self._inputs(saved)
-        entering = head_split.split_states(entering, self.parts)
         entering, after = scan_rows(maps, maps.states, entering, self.rows)
         o = row_outputs(maps.inverse, maps.gates, *x._replace(initial_state=entering))
-        o, after = head_split.join_outputs(o, after, self.parts)
-        return o, after, (*saved[:5], *maps._replace(states=entering))
+        return head_split.join_outputs(o, None, self.parts)[0], after, (*saved[:5], *maps._replace(states=entering))
 
+    @retried
     def local_gradients(self, saved: Sequence[Tensor], do: Tensor, after: Tensor | None) -> tuple[Tensors, Tensor]:
         """Return tensors for `gradients`, and the gradient of the state before each span.
 
         `after` are gradients of the states after spans; None for zero.
         """
         x, maps = self._inputs(saved)
-        do, after = head_split.split_output_gradients(do, after, self.parts)
-        do = do.view(x.v.shape)
-        local = local_gradients(do, maps.inverse, maps.gates, *x)
+        do = split_values(do, self.parts).view(x.v.shape)
+        by = plan(x.k, x.v, None, x.qk_l2norm, x.impl, others=(x.q, do))
+        computed = ()
+        if by.backward_state == "gluon":
+            local = local_gradients(do, maps.inverse, maps.gates, *x)
+        else:
+            computed = row_states(do, maps.inverse, maps.gates, *x)
+            local = scanned_gradients(do, None, *computed, maps.inverse, maps.gates, *x)
         _, found = scan_rows(maps, local, after, self.rows, reverse=True)
-        return (do, local), head_split.join_states(found, self.parts)
+        return (do, local, *computed), found
+
+    def recomputed(self, saved: Sequence[Tensor], kept: Tensors) -> Tensors:
+        """Return `kept` with R and the chunk states; this runs while gradients travel."""
+        x, maps = self._inputs(saved)
+        return kept if len(kept) > 2 else (*kept, *row_states(kept[0], maps.inverse, maps.gates, *x))
 
     def gradients(self, saved: Sequence[Tensor], kept: Tensors, leaving: Tensor) -> tuple[Tensors, Tensor]:
         """Return the gradients of the tensors of `maps`, and of the states before spans.
 
         `leaving` are the complete gradients of the states after spans.
         """
-        (x, maps), (do, local) = self._inputs(saved), kept
-        leaving = head_split.split_states(leaving, self.parts)
+        (x, maps), (do, local, *computed) = self._inputs(saved), kept
         leaving, before = scan_rows(maps, local, leaving, self.rows, reverse=True)
-        grads = Gradients(*backward_op(do, leaving, maps.inverse, maps.gates, *x)[:5], before, None)
-        grads = head_split.join_gradients(grads, self.parts)
-        return grads[:5], cast(Tensor, grads.initial_state)
+        grads = Gradients(*row_gradients(do, leaving, *computed, maps.inverse, maps.gates, *x))
+        return head_split.join_gradients(grads._replace(initial_state=None), self.parts)[:5], before
 
 
 def rows_per_span(x: Inputs) -> int:
@@ -176,25 +208,56 @@ def row_outputs(given: PreparedInputs) -> Tensor:
     return chunk_forward(given.inputs, prepared=(given.inverse, given.gates)).o
 
 
-@retried
 @Replayed
 @of_fields
 def local_gradients(given: LocalInputs) -> Tensor:
-    """Return G, the gradient of the state before each row that ignores the state after it."""
+    """Return G, the gradient of the state before each row that ignores the state after it, by the Gluon kernel."""
+    from tokenmix_core.ops.gated_delta_rule.hopper.backward_state import initial_gradients
+
+    do, inverse, gates, x = given
+    # the kernel reads neither R nor chunk states
+    return initial_gradients(Reverse(x, Terms(inverse, gates, None, None), Saved(do, do), do, None, x.q.shape[1]))
+
+
+@retried
+@Replayed
+@of_fields
+def row_states(given: LocalInputs) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return the residuals R, the chunk states and, if the backward pass reads them, these states' rounding errors."""
     do, inverse, gates, x = given
     by = plan(x.k, x.v, None, x.qk_l2norm, x.impl, others=(x.q, do))
-    terms = Terms(inverse, gates, None, None)
-    if by.backward_state == "gluon":
-        from tokenmix_core.ops.gated_delta_rule.hopper.backward_state import initial_gradients
-
-        # the kernel reads neither R nor chunk states
-        unread = Saved(do, do)
-        return initial_gradients(Reverse(x, terms, unread, do, None, x.q.shape[1]))
+    entering, transitions = segment_states(x, inverse=inverse, gates=gates, segment=by.segment)
     saved = empty_saved(x, by.remainders)
-    forward(x, terms, segment=0, form=by.states, output=False, saved=saved)
-    found = backward_state(Reverse(x, terms, saved, do, None, x.q.shape[1]), form=by.backward_state).dinitial_state
+    forward(
+        x, Terms(inverse, gates, entering, transitions), segment=by.segment, form=by.states, output=False, saved=saved
+    )
+    return saved.residual, saved.states, saved.remainders
+
+
+@retried
+@Replayed
+@of_fields
+def scanned_gradients(given: BackwardInputs) -> Tensor:
+    """Return G by the kernel of the whole reverse scan."""
+    do, _, residual, states, remainders, inverse, gates, x = given
+    by = plan(x.k, x.v, None, x.qk_l2norm, x.impl, others=(x.q, do))
+    saved = Saved(residual, states, remainders)
+    reverse = Reverse(x, Terms(inverse, gates, None, None), saved, do, None, x.q.shape[1])
+    found = backward_state(reverse, form=by.backward_state).dinitial_state
     assert found is not None, "rows have initial states"
     return found
+
+
+@retried
+@Replayed
+@of_fields
+def row_gradients(given: BackwardInputs) -> Gradients:
+    """Return all gradients; those of the initial states are of the states before rows."""
+    saved = Saved(given.residual, given.states, given.remainders)
+    return chunk_backward(
+        given.inputs, inverse=given.inverse, gates=given.gates, segments=None, saved=saved, do=given.do,
+        dfinal_state=given.dfinal_state,
+    )  # fmt: skip
 
 
 @cached_launch

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from tokenmix_core.chunking import next_power_of_2
@@ -92,14 +93,20 @@ class Spans:
     """SSD of a rank's spans: the `parallel.kernel_scans.SpanScan` of one call."""
 
     def __init__(self, scale: float, impl: str | None):
-        self.scale, self.impl = scale, impl
+        self.scale, self.impl, self.shape = scale, impl, torch.Size()
 
     def _inputs(self, tensors: Sequence[Any]) -> Inputs:
         q, k, v, g, dt, D = tensors
         return Inputs(q, k, v, g, None, dt, D, None, self.scale, self.impl)
 
-    def maps(self, tensors: Tensors, initial: Tensor | None) -> tuple[Tensors, Tensor, Tensor]:
-        """Return tensors to save, M and L of each span; L starts from `initial`, the states before spans."""
+    def split_states(self, states: Tensor) -> Tensor:
+        """Return the states unchanged: kernels take all heads."""
+        return states
+
+    join_states = split_states
+
+    def maps(self, tensors: Tensors, initial: Tensor | None) -> tuple[Tensors, Tensor]:
+        """Return tensors to save, and M and L of each span in one tensor; L starts from `initial`."""
         entering, after, totals = span_states(*self._inputs(tensors))
         decays = totals.unflatten(0, (len(after), -1)).cumsum(1)
         through = decays[:, -1, :, None, None].exp2()
@@ -107,7 +114,12 @@ class Spans:
         bounds = decays - totals.view_as(decays), decays[:, -1:] - decays
         factors = [b.exp2()[..., None, None] for b in bounds]
         local = after if initial is None else after + through * initial
-        return (*tensors, entering, after, through, *factors), through, local
+        self.shape = local.shape[2:]
+        return (*tensors, entering, after, through, *factors), torch.cat((local.flatten(2), through.flatten(2)), -1)
+
+    def unpacked(self, gathered: Tensor) -> tuple[Tensor, Tensor]:
+        """Return M and L of all spans."""
+        return gathered[..., -1:].unsqueeze(-1), gathered[..., :-1].unflatten(-1, self.shape)
 
     def outputs(self, saved: Tensors, entering: Tensor) -> tuple[Tensor, Tensor, Tensors]:
         """Return outputs, the states after spans, and the tensors to save, from the states that enter spans."""
@@ -124,6 +136,10 @@ class Spans:
         *tensors, _, through, _ = saved
         leaving, before = span_gradients(do, *self._inputs(tensors))
         return (do, leaving, before), before if after is None else before + through * after
+
+    def recomputed(self, saved: Sequence[Any], kept: Tensors) -> Tensors:
+        """Return `kept`: one kernel computes chunk states and their gradients."""
+        return kept
 
     def gradients(self, saved: Sequence[Any], kept: Tensors, leaving: Tensor) -> tuple[Tensors, Tensor]:
         """Return the gradients of the tensors of `maps`, and of the states before spans.
