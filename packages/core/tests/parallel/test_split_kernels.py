@@ -11,8 +11,8 @@ CASES: dict[str, tuple[int, Scan]] = {
     "several rows per rank": (2, Scan(tokens=128)),
     "two spans per rank, three ranks": (3, Scan(layout="zigzag", batch=2, tokens=128)),
     # the first head's M is negligible, and all heads' M with the greater decay
-    "rows that one head forgets": (2, Scan(tokens=256, segment=128, dtype=torch.float16)),
-    "rows that all heads forget": (3, Scan(tokens=256, segment=128, decay=2.0, states=False)),
+    "rows whose decay is negligible in one head": (2, Scan(tokens=256, segment=128, dtype=torch.float16)),
+    "rows whose decay is negligible": (3, Scan(tokens=256, segment=128, decay=2.0, states=False)),
     "keys of any norm": (2, Scan(tokens=128, qk_l2norm=False, states=False)),
     "SSD, segments of odd spans": (2, Scan("ssd", tokens=150)),
     "SSD, two spans per rank, three ranks": (3, Scan("ssd", layout="zigzag", batch=2, tokens=202)),
