@@ -7,7 +7,9 @@ from transformers import ContinuousBatchingConfig, GenerationConfig
 from tokenmix_core.modeling.cache_name import CACHE
 from tokenmix_core.modeling.prefixes import Prefixes
 from tokenmix_core.modeling.request_states import Chunk, RequestStates
+from tokenmix_core.modeling.state_pool import StatePool
 from tokenmix_core.testing.closeness import relative_error
+from tokenmix_core.testing.fake_cuda_graph import graphs_everywhere
 
 engine = pytest.mark.skipif(CACHE != "cache", reason="the engine before transformers 5.24 has another interface")
 
@@ -48,20 +50,94 @@ def test_states_follow_chunks_forks_and_drops(model, ids):
     assert not states.allocated_nbytes
 
 
+def _run(states, ids, *chunks):
+    """Run chunks `(row, past, tokens)` of requests that are named after their rows; return the logits."""
+    tokens = torch.cat([ids[row, past : past + n] for row, past, n in chunks])[None]
+    return states.run([Chunk(str(row), past, n) for row, past, n in chunks], tokens)
+
+
+def _contents(states, request):
+    cache, row = states._rows[request]
+    return [x[row] for layer in cache.layers for part in layer.parts.values() for x in part.tensors]
+
+
 @torch.no_grad()
-def test_caches_are_emptied_while_their_last_requests_move_to_another(model, ids):
-    whole, states = model(ids, use_cache=False).logits, RequestStates(model)
-    states.run([Chunk(str(row), 0, 5) for row in range(3)], ids[:3, :5].reshape(1, -1))
-    prompts = states._rows["0"][0]
-    assert states._rows["2"][0] is prompts
-    states.run([Chunk(str(row), 5, 1) for row in range(2)], ids[:2, 5:6].reshape(1, -1))
-    # request 2 still has its states there
-    assert prompts.allocated_nbytes
-    pair = states._rows["0"][0]
-    logits = states.run([Chunk("0", 6, 1), Chunk("2", 5, 1), Chunk("1", 6, 1)], ids[[0, 2, 1], [6, 5, 6]][None])
-    assert not prompts.allocated_nbytes
-    assert not pair.allocated_nbytes
-    assert relative_error(logits, whole[[0, 2, 1], [6, 5, 6]]) < 1e-4
+def test_requests_join_and_leave_the_pool_without_copies_of_others(model, ids, monkeypatch):
+    whole, states, written = model(ids, use_cache=False).logits, RequestStates(model), []
+    write = StatePool._write
+    monkeypatch.setattr(StatePool, "_write", lambda pool, rows, *args: written.extend(rows) or write(pool, rows, *args))
+    _run(states, ids, *((row, 0, 3) for row in range(4)))
+    _run(states, ids, (0, 3, 1), (1, 3, 1), (2, 3, 1))
+    pool, places = states._pool, [x.data_ptr() for x in _contents(states, "1")]
+    assert written == [0, 1, 2]
+    # request 3 joins, and requests 0 and 3 leave
+    _run(states, ids, (3, 3, 1), *((row, 4, 1) for row in (2, 0, 1)))
+    states.drop("0")
+    states.drop("3")
+    logits = _run(states, ids, (2, 5, 1), (1, 5, 1))
+    assert relative_error(logits, whole[[2, 1], 5]) < 1e-4
+    # request 2 has moved to row 0, and a step computes 2 rows
+    assert written[3:] == [3, 0]
+    assert {x: states._rows[x] for x in "12"} == {"1": (pool.cache, 1), "2": (pool.cache, 0)}
+    assert [x.data_ptr() for x in _contents(states, "1")] == places
+    assert pool.batch == 2
+    assert states.allocated_nbytes == pool.cache.allocated_nbytes
+    _run(states, ids, (1, 6, 1), (2, 6, 1))
+    assert written[5:] == []
+
+
+@torch.no_grad()
+def test_requests_that_pause_or_outgrow_the_pool_keep_their_states(model, ids, monkeypatch):
+    monkeypatch.setattr("tokenmix_core.modeling.decode_graph._USUAL_CAPACITY", 0)
+    long = ids.repeat(1, 40)
+    whole, states = model(long, use_cache=False).logits, RequestStates(model)
+    _run(states, long, (0, 0, 250), (1, 0, 2))
+    for i in range(4):
+        logits = _run(states, long, (0, 250 + i, 1), (1, 2 + i, 1))
+    assert relative_error(logits, whole[[0, 1], [253, 5]]) < 1e-4
+    # request 0 pauses, while padding overwrites its row
+    for i in range(3):
+        logits = _run(states, long, (1, 6 + i, 1), *((row, i, 1) for row in (2, 3)))
+    assert relative_error(logits, whole[[1, 2, 3], [8, 2, 2]]) < 1e-4
+    assert states._rows["0"][0] is not states._pool.cache
+    first = states._pool.cache.capacity
+    assert first < 540
+    for i in range(254, 540, 11):
+        logits = _run(states, long, (0, i, 11))
+        _run(states, long, (1, 9 + (i - 254) // 11, 1))
+    logits = _run(states, long, (1, 35, 1), (0, 540, 1))
+    assert relative_error(logits, whole[[1, 0], [35, 540]]) < 1e-4
+    assert states._pool.cache.capacity > 541 > first
+
+
+@torch.no_grad()
+def test_the_next_engine_uses_the_pool_and_its_graphs(model, ids, monkeypatch):
+    def serve(rows):
+        states = RequestStates(model)
+        _run(states, ids, *((row, 0, 3) for row in rows))
+        for i in range(3):
+            _run(states, ids, *((row, 3 + i, 1) for row in rows))
+        states.clear()
+        assert not states.allocated_nbytes
+
+    with graphs_everywhere() as captures:
+        serve(range(3))
+        pool = model.step_store.pool
+        assert len(captures) == 1
+        serve(range(1, 5))
+        assert model.step_store.pool is pool
+        assert len(captures) == 1
+        # a smaller batch size has its own graph, on the same memory
+        held = pool.cache.allocated_nbytes
+        serve(range(2))
+        assert len(captures) == 2
+        assert pool.cache.allocated_nbytes == held
+        monkeypatch.setattr(model.model.mixers[1], "impl", "reference")
+        serve(range(2))
+        assert model.step_store.pool is not pool
+    assert model.step_store.free()
+    assert not model.step_store.free()
+    assert model.step_store.pool is None
 
 
 @engine

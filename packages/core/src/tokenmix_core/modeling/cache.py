@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -290,22 +290,16 @@ class HybridCache(Cache):
         """Replace every sequence by `repeats` adjacent copies."""
         self._change_batch(lambda x: x.repeat_interleave(repeats, 0), max(self.batch_size, 0) * repeats)
 
-    def gather_rows(self, sources: Sequence[CacheRows], lengths: Sequence[int], emptied: Container[int] = ()) -> None:
-        """Replace all sequences by copies of rows of the model's other caches; `lengths`: real tokens of each row.
-
-        Caches whose `id` is in `emptied` lose their states, layer by layer, as soon as these are copied.
-        """
+    def gather_rows(self, sources: Sequence[CacheRows], lengths: Sequence[int]) -> None:
+        """Replace all sequences by copies of rows of the model's other caches; `lengths`: real tokens of each row."""
         self.reset()
         for cache, _ in sources:
             cache._check_whole()
             if cache.history is not None and cache.history.pending:
                 raise ValueError("tokens that crop left pending have no state yet: call the model before gather_rows")
-            cache.loosen()
         counts = [cache._counts()[list(rows)] for cache, rows in sources] if min(lengths) < max(lengths) else None
         for part, *held in zip(self._parts(), *(cache._parts() for cache, _ in sources), strict=True):
             part.gather_rows([(x, rows) for x, (_, rows) in zip(held, sources, strict=True)])
-            for x in (x for x, (cache, _) in zip(held, sources, strict=True) if id(cache) in emptied):
-                x.clear()
         self.length, self.past, self._batch = max(lengths), max(lengths), len(lengths)
         self.lengths = None if counts is None else torch.cat(counts)
 

@@ -36,7 +36,7 @@ _LEAST_CAPACITY = 256
 _USUAL_CAPACITY, _SPACIOUS_BYTES = 1024, 512 << 20
 # further tokens per sequence for which data-dependent memory is allocated: fewer waste less memory, more require fewer
 # captures
-_SPARE = 512
+SPARE = 512
 # minimum capacity of a cache whose memory does not depend on its length
 _LEAST_FLAT_CAPACITY = 16_384
 
@@ -126,10 +126,11 @@ class CapturedSteps:
 
 
 class StepStore:
-    """The captured steps of a model that no cache uses at present; a copy of the model starts without any."""
+    """The captured steps of a model that no cache uses, and `pool`, a `StatePool` without requests; not copied."""
 
     def __init__(self) -> None:
         self._idle: list[CapturedSteps] = []
+        self.pool: Any = None
 
     def __deepcopy__(self, memo: dict) -> StepStore:
         return StepStore()
@@ -164,7 +165,7 @@ class StepStore:
 
     def free(self) -> bool:
         """Drop all captured steps; return whether there were any."""
-        had, self._idle = bool(self._idle), []
+        had, self._idle, self.pool = bool(self._idle or self.pool), [], None
         return had
 
 
@@ -240,15 +241,15 @@ class Steps:
         new = store.take(key, min(wanted, cache.past + _LEAST_CAPACITY))
         if new is not None:
             try:
-                cache.fix(new.capacity, new.storage, spare=_SPARE)
+                cache.fix(new.capacity, new.storage, spare=SPARE)
             except ValueError:
                 # a state of data-dependent size exceeds this storage
                 new = None
         if new is None:
-            wanted = self._spacious(wanted, store.largest(key))
+            wanted = self.new_capacity(store.largest(key))
             # the new storage includes the old memory of states of constant size, so no other cache may use the old
             # storage
-            new, captured = CapturedSteps(store, key, wanted, cache.fix(wanted, spare=_SPARE), batch, device), None
+            new, captured = CapturedSteps(store, key, wanted, cache.fix(wanted, spare=SPARE), batch, device), None
         if captured is not None:
             store.give(captured)
         self.captured = new
@@ -286,9 +287,9 @@ class Steps:
             return _rounded_up(min(max(_LEAST_CAPACITY, 2 * past), most))
         return _rounded_up(past + max(_LEAST_CAPACITY, past // 2))
 
-    def _spacious(self, wanted: int, outgrown: int) -> int:
-        """Return new storage's capacity: at least twice `outgrown` tokens if these take few bytes, else `wanted`."""
-        capacity = max(wanted, _USUAL_CAPACITY, 2 * outgrown)
+    def new_capacity(self, outgrown: int) -> int:
+        """Return the capacity of new storage: if they take few bytes, at least twice the `outgrown` tokens."""
+        capacity = max(wanted := self._capacity(), _USUAL_CAPACITY, 2 * outgrown)
         bounds = (capacity, self.cache.batch_size, self.model.dtype)
         parts = (part for layer in self.cache.layers for part in layer.parts.values())
         # a part that does not know its size raises a ValueError

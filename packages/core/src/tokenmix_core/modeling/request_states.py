@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Hashable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Hashable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -13,6 +12,7 @@ from torch import Tensor
 
 from tokenmix_core.modeling.cache import CacheRows, HybridCache
 from tokenmix_core.modeling.prefixes import Prefixes
+from tokenmix_core.modeling.state_pool import StatePool
 from tokenmix_core.nn.mixer import Mixer
 from tokenmix_core.nn.plain import modules_of, settings_of, third_party_modules
 
@@ -39,11 +39,11 @@ class RequestStates:
     """The states of requests; each state is a row of some cache.
 
     A call of the model computes new prompts of similar lengths together; other calls do so for further chunks of
-    prompts. All decoding requests, which have one new token each, take one decoding step, in a cache whose rows are
-    exactly these requests; as long as the same requests decode, their states are not moved.
+    prompts. All decoding requests, which have one new token each, take one decoding step in the rows of a `StatePool`.
+    Without requests, the pool and its captured steps stay with the model for the next engine.
 
     Args:
-        model: a causal language model with `make_cache` and `decoding`.
+        model: a causal language model with `make_cache` and `step_store`.
 
     Attributes:
         prefixes: snapshots after the first tokens of prompts; empty by default.
@@ -55,8 +55,8 @@ class RequestStates:
         # for each request, its cache and row, and its number of tokens
         self._rows: dict[str, tuple[HybridCache, int]] = {}
         self._tokens: dict[str, int] = {}
-        # context manager of decoding steps, for the cache of all decoding requests
-        self._steps, self._decoded = ExitStack(), None
+        # the states of requests that have decoded a token; None before the first one
+        self._pool: StatePool | None = None
         # the model's settings: those with which each request began, and those of the present step
         self._settings: dict[str, Hashable] = {}
         self._current: Hashable = None
@@ -106,12 +106,13 @@ class RequestStates:
         self._tokens.pop(request, None)
         self._settings.pop(request, None)
         self.prefixes.drop(request)
+        if not self._rows and self._pool is not None:
+            self.model.step_store.pool, self._pool = self._pool, None
 
     def clear(self) -> None:
         """Drop all requests."""
         for request in {*self._rows, *self._settings}:
             self.drop(request)
-        self._end_steps()
 
     def fork(self, request: str, copies: Sequence[str]) -> None:
         """Give the requests `copies` a copy of a request's state; do nothing if the request has no state yet."""
@@ -184,15 +185,23 @@ class RequestStates:
 
     def _decode(self, chunks: list[Chunk], parts: dict[int, Tensor]) -> dict[int, Tensor]:
         """Compute one new token of each request in a single decoding step of the model."""
-        cache = self._cache_of([x.request for x in chunks])
-        if cache is not self._decoded:
-            self._end_steps()
-            self._steps.enter_context(self.model.decoding(cache))
-            self._decoded = cache
-        ids, inputs = torch.stack(list(parts.values())), self._inputs(chunks)
-        logits = self.model(ids, cache=cache, logits_to_keep=1, **inputs).logits[:, -1]
-        # clone: the next captured step overwrites the logits
-        return dict(zip(parts, logits.clone(), strict=True))
+        pool = self._pool = self._pool or self._idle_pool() or StatePool(self.model)
+        decoding = {x.request: x for x in chunks}
+        # a step advances all rows, so requests that have no token in this step leave the pool
+        for x in [x for x, (cache, _) in self._rows.items() if cache is pool.cache and x not in decoding]:
+            self._rows[x] = self._gathered([x]), 0
+        rows = pool.place({x: self._rows[x] for x in decoding}, self._tokens)
+        self._rows |= {x: (pool.cache, row) for x, row in rows.items()}
+        # rows without a request compute padding with the inputs of any request
+        of_rows = {row: decoding[x] for x, row in rows.items()}
+        inputs = self._inputs([of_rows.get(row, chunks[0]) for row in range(pool.batch)])
+        return dict(zip(parts, pool.step(torch.stack(list(parts.values())), inputs), strict=True))
+
+    def _idle_pool(self) -> StatePool | None:
+        """Return the pool that an earlier engine left with the model; None if there is none or it does not fit."""
+        store = self.model.step_store
+        pool, store.pool = store.pool, None
+        return pool if pool is not None and pool.is_usable() else None
 
     def _inputs(self, chunks: Sequence[Chunk]) -> dict[str, Any]:
         """Return the mixers' inputs of a call with one row for each chunk."""
@@ -213,35 +222,29 @@ class RequestStates:
     def _unchanged(self, request: str) -> bool:
         return self._settings.get(request) == self._settings_now()
 
-    def _end_steps(self) -> None:
-        self._steps.close()
-        self._steps, self._decoded = ExitStack(), None
-
     def _cache_of(self, requests: list[str]) -> HybridCache:
-        """Return a cache whose rows are exactly these requests, in this order."""
+        """Return a cache whose rows are exactly these requests, in this order; not that of the pool."""
         cache = self._rows[requests[0]][0]
-        if cache.batch_size == len(requests) and all(self._rows[x] == (cache, i) for i, x in enumerate(requests)):
+        whole = cache.batch_size == len(requests) and all(self._rows[x] == (cache, i) for i, x in enumerate(requests))
+        if whole and (self._pool is None or cache is not self._pool.cache):
             return cache
-        cache = self._gathered(requests, moved=True)
+        cache = self._gathered(requests)
         for i, x in enumerate(requests):
             self._rows[x] = cache, i
         return cache
 
-    def _gathered(self, requests: list[str], *, moved: bool = False) -> HybridCache:
-        """Return a cache with copies of these requests' rows; if `moved`, caches without other requests are emptied."""
+    def _gathered(self, requests: list[str]) -> HybridCache:
+        """Return a cache with copies of these requests' rows."""
         sources: list[tuple[HybridCache, list[int]]] = []
         for cache, row in (self._rows[x] for x in requests):
             if not sources or sources[-1][0] is not cache:
                 sources.append((cache, []))
             sources[-1][1].append(row)
-        if any(cache is self._decoded for cache, _ in sources):
-            self._end_steps()
-        shared = {id(cache) for x, (cache, _) in self._rows.items() if not moved or x not in requests}
-        return self._copied(sources, [self._tokens[x] for x in requests], {id(cache) for cache, _ in sources} - shared)
+        return self._copied(sources, [self._tokens[x] for x in requests])
 
-    def _copied(self, sources: Sequence[CacheRows], tokens: list[int], emptied: Container[int] = ()) -> HybridCache:
+    def _copied(self, sources: Sequence[CacheRows], tokens: list[int]) -> HybridCache:
         cache = self.model.make_cache()
-        cache.gather_rows(sources, tokens, emptied)
+        cache.gather_rows(sources, tokens)
         return cache
 
 

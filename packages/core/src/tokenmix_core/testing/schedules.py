@@ -140,7 +140,6 @@ class _Schedule:
         if not done or done + 2 > self.tokens:
             return
         ids, most = self.rows[row], min(self.tokens - 1, done + _KEPT)
-        self.states._end_steps()
         cache = self.model.make_cache(record=_KEPT)
         held, at = self.states._rows[name]
         cache.gather_rows([(held, [at])], [done])

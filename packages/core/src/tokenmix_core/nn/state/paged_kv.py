@@ -168,6 +168,15 @@ class PagedKVState(StatePart):
         super().gather_rows(sources)
         self._reset_bounds()
 
+    def write_rows(self, rows: Tensor, source: StatePart | None, picked: Tensor) -> None:
+        if isinstance(source, PagedKVState) and source.tensors and not _fits(source._capacity(), self._capacity()):
+            used, have = source._in_use(), self._capacity()
+            # leave a page of each head free, which the next decoding step may take
+            needed = Pages(used.row + self.heads, used.head + 1)
+            if not _fits(needed, have):
+                self._reallocate(Pages(max(needed.row, have.row), max(needed.head, have.head)))
+        super().write_rows(rows, source, picked)
+
     def snapshot(self) -> StatePart:
         """Return a copy of the lengths only: later tokens take other pages, so the stored tokens do not change."""
         held = TensorState(self.heads, dtype=torch.int32)

@@ -109,27 +109,39 @@ class StatePart:
 
     def gather_rows(self, sources: Sequence[tuple[StatePart, Sequence[int]]]) -> None:
         """Replace the contents by copies of the rows that `sources` lists from other states of the same layer."""
-        held = [(part.tensors, list(rows)) for part, rows in sources]
-        written = next((part for part, _ in sources if part.tensors), None)
+        held = [(part, list(rows)) for part, rows in sources]
+        written = next((part for part, _ in held if part.tensors), None)
         if written is None:
             self.clear()
             return
-        gathered = []
-        for i, like in enumerate(written.tensors):
-            # sequences of other lengths have fewer slots: add slots of zeros, because kernels may load unwritten
-            # slots
-            sizes = [max(n) for n in zip(*(x[i].shape[1:] for x, _ in held if x), strict=True)]
-            target, start = like.new_zeros(sum(len(rows) for _, rows in held), *sizes), 0
-            for tensors, rows in held:
-                if tensors:
-                    values = tensors[i][rows]
-                    target[(slice(start, start + len(rows)), *map(slice, values.shape[1:]))] = values
-                start += len(rows)
-            gathered.append(target)
-        copied, targets = copy.copy(written), iter(gathered)
+        # sequences of other lengths have fewer slots
+        largest = zip(*([x.shape[1:] for x in part.tensors] for part, _ in held if part.tensors), strict=True)
+        sizes, total = iter([[*map(max, zip(*x, strict=True))] for x in largest]), sum(len(rows) for _, rows in held)
+        copied, start = copy.copy(written), 0
         copied.fixed = False
-        copied.map_(lambda _: next(targets))
+        copied.map_(lambda x: x.new_zeros(total, *next(sizes)))
+        for part, rows in held:
+            device = written.tensors[0].device
+            targets, picked = (torch.tensor(x, device=device) for x in (range(start, start + len(rows)), rows))
+            copied.write_rows(targets, part, picked)
+            start += len(rows)
         vars(self).update(vars(copied))
+
+    def write_rows(self, rows: Tensor, source: StatePart | None, picked: Tensor) -> None:
+        """Overwrite the rows `rows` by the rows `picked` of another state of the same layer, or by zeros if it is None.
+
+        Entries (slots, pages) that the source has beyond this state's are not copied; they must hold no tokens.
+        """
+        for i, target in enumerate(self.tensors):
+            values = source.tensors[i].index_select(0, picked) if source is not None and source.tensors else None
+            if values is not None and values.shape[1:] == target.shape[1:]:
+                target.index_copy_(0, rows, values)
+                continue
+            # zeros behind the copied entries, because kernels may load unwritten entries
+            target.index_fill_(0, rows, 0)
+            if values is not None:
+                inside = tuple(slice(min(n, m)) for n, m in zip(values.shape[1:], target.shape[1:], strict=True))
+                target[(rows, *inside)] = values[(slice(None), *inside)]
 
     def clear(self) -> None:
         """Drop all contents."""

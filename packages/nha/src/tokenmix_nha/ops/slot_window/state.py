@@ -152,13 +152,9 @@ def last_tokens(
         capacity = min(window, k.shape[1] - (sequences - 1) * before)
     exist = tokens if start is None else tokens - start
     length = exist.clamp(max=capacity).to(torch.int32)
-    # unused entries get tokens of later sequences, at most the batch's last token: every index is valid, and none
-    # points at padding, which may contain NaN
+    # unused entries get the sequence's last token, because other sequences and padding may contain NaN
     index = begins[:, None] + ((tokens - length)[:, None] + torch.arange(capacity, device=k.device))
-    if cu_seqlens is None:
-        index = index.clamp(max=k.shape[0] * k.shape[1] - 1)
-    else:
-        index = torch.minimum(index, (cu_seqlens[-1] + before * sequences - 1).clamp(min=0))
+    index = torch.minimum(index, (begins + tokens - 1).clamp(min=0)[:, None])
     rings = (None if x is None else x.flatten(0, 1)[index] for x in (k, v, f, k_slots))
     return *rings, length[:, None].repeat(1, k.shape[2])
 
