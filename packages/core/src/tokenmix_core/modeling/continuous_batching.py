@@ -268,7 +268,10 @@ def _tokens_that_fit(model: Any, config: ContinuousBatchingConfig) -> int:
     The states take `max_memory_percent` of the free memory.
     """
     _, total, reserved, allocated = get_device_and_memory_breakdown()
-    free = (total - max(reserved, allocated)) * (config.max_memory_percent or 0.9)
+    # the memory of an earlier engine's pool is used again
+    idle = model.step_store.pool
+    used = max(reserved, allocated) - (0 if idle is None else idle.cache.allocated_nbytes)
+    free = (total - used) * (config.max_memory_percent or 0.9)
     # estimate a state's bytes as a constant plus a number per token
     short, long = (model.state_bytes(n) for n in (1 << 15, 1 << 16))
     per_token = (long - short) / (1 << 15)

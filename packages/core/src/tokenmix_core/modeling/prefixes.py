@@ -75,7 +75,9 @@ class Prefixes:
 
     def boundaries(self, request: str, start: int, stop: int) -> list[int]:
         """Return the lengths above `start` and up to `stop` at which the request should store snapshots."""
-        keys, ends = self._requests.get(request, ([], set()))
+        if request not in self._requests:
+            return []
+        keys, ends = self._requests[request]
         missing = (n for n in ends if keys[n // self.block - 1] not in self._held)
         return sorted(n for n in missing if start < n <= stop)
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from itertools import pairwise
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -127,8 +128,9 @@ class RequestStates:
             ValueError: a chunk that does not continue its request.
         """
         self.begin_step()
-        parts = ids[0].split([x.tokens for x in chunks])
-        left: dict[int, list[tuple[Chunk, Tensor]]] = {}
+        # for each chunk, its parts in reversed order, and the index in `ids` of each part's first token
+        left: dict[int, list[tuple[Chunk, int]]] = {}
+        begin = 0
         for i, x in enumerate(chunks):
             if not x.past and x.request in self._rows:
                 # a preempted request starts again from its first token: drop its old state
@@ -138,41 +140,46 @@ class RequestStates:
                 raise ValueError(f"request {x.request} has {self._tokens.get(x.request, 0)} tokens, got {x.past}")
             # cut a chunk at the lengths at which snapshots are taken
             stop = x.past + x.tokens
-            starts = [x.past, *(n for n in self.prefixes.boundaries(x.request, x.past, stop) if n < stop)]
-            sizes = [b - a for a, b in zip(starts, [*starts[1:], stop], strict=True)]
-            divided = [x._replace(past=start, tokens=n) for start, n in zip(starts, sizes, strict=True)]
-            left[i] = list(zip(divided, parts[i].split(sizes), strict=True))[::-1]
-        logits: dict[int, Tensor] = {}
+            ends = [x.past, *(n for n in self.prefixes.boundaries(x.request, x.past, stop) if n < stop), stop]
+            left[i] = [(x._replace(past=n, tokens=m - n), begin + n - x.past) for n, m in pairwise(ends)][::-1]
+            begin += x.tokens
+        # the logits of all calls, and the index of each chunk's last ones among them
+        logits: list[Tensor] = []
+        last: dict[int, int] = {}
         while left:
             step = {i: x.pop() for i, x in left.items()}
-            logits |= self._run({i: x for i, (x, _) in step.items()}, {i: x for i, (_, x) in step.items()})
+            for group, found in self._run(step, ids[0]):
+                rows = sum(map(len, logits))
+                last |= {i: rows + n for n, i in enumerate(group)}
+                logits.append(found)
             for x, _ in step.values():
                 self._tokens[x.request] = stop = x.past + x.tokens
                 if self.prefixes.boundaries(x.request, stop - 1, stop) and self._unchanged(x.request):
                     self.prefixes.store(x.request, stop, _trimmed(self._gathered([x.request])))
             left = {i: x for i, x in left.items() if x}
-        return torch.stack([logits[i] for i in range(len(chunks))])
+        return _picked(logits[0] if len(logits) == 1 else torch.cat(logits), [last[i] for i in range(len(chunks))])
 
-    def _run(self, chunks: dict[int, Chunk], parts: dict[int, Tensor]) -> dict[int, Tensor]:
-        new, decoding, others = [], [], []
+    def _run(self, step: dict[int, tuple[Chunk, int]], ids: Tensor) -> Iterator[tuple[list[int], Tensor]]:
+        """Compute a part of each chunk, in several calls; yield the keys of a call's chunks, and their logits."""
+        new, decoding, others, chunks = [], [], [], {i: x for i, (x, _) in step.items()}
         for i, x in chunks.items():
             (new if not x.past else others if x.prompt or x.tokens > 1 else decoding).append(i)
-        logits: dict[int, Tensor] = {}
         for group in [*_similar(new, chunks), *_similar(others, chunks)]:
-            logits |= self._prefill([chunks[i] for i in group], {i: parts[i] for i in group})
+            parts = [ids[begin : begin + x.tokens] for x, begin in (step[i] for i in group)]
+            yield group, self._prefill([chunks[i] for i in group], parts)
         if decoding:
-            logits |= self._decode([chunks[i] for i in decoding], {i: parts[i] for i in decoding})
-        return logits
+            tokens = _picked(ids, [step[i][1] for i in decoding]).unsqueeze(1)
+            yield decoding, self._decode([chunks[i] for i in decoding], tokens)
 
-    def _prefill(self, chunks: list[Chunk], parts: dict[int, Tensor]) -> dict[int, Tensor]:
-        """Compute chunks of several requests as one batch, padded on the left.
+    def _prefill(self, chunks: list[Chunk], parts: list[Tensor]) -> Tensor:
+        """Compute chunks of several requests as one batch, padded on the left; return the logits of the last tokens.
 
         Either all are first chunks or none is.
         """
         longest, shortest = (fn(x.tokens for x in chunks) for fn in (max, min))
         cache = self._cache_of([x.request for x in chunks]) if chunks[0].past else self.model.make_cache()
-        ids, mask = next(iter(parts.values())).new_zeros(len(chunks), longest), None
-        for row, part in enumerate(parts.values()):
+        ids, mask = parts[0].new_zeros(len(chunks), longest), None
+        for row, part in enumerate(parts):
             ids[row, longest - len(part) :] = part
         if shortest < longest:
             lengths = torch.tensor([x.tokens for x in chunks], device=ids.device)
@@ -181,10 +188,10 @@ class RequestStates:
         logits = self.model(ids, attention_mask=mask, cache=cache, logits_to_keep=1, **inputs).logits[:, -1]
         for row, x in enumerate(chunks):
             self._rows[x.request] = cache, row
-        return dict(zip(parts, logits, strict=True))
+        return logits
 
-    def _decode(self, chunks: list[Chunk], parts: dict[int, Tensor]) -> dict[int, Tensor]:
-        """Compute one new token of each request in a single decoding step of the model."""
+    def _decode(self, chunks: list[Chunk], ids: Int[Tensor, "N 1"]) -> Tensor:
+        """Compute one new token of each request in a single decoding step of the model; return the logits."""
         pool = self._pool = self._pool or self._idle_pool() or StatePool(self.model)
         decoding = {x.request: x for x in chunks}
         # a step advances all rows, so requests that have no token in this step leave the pool
@@ -194,8 +201,7 @@ class RequestStates:
         self._rows |= {x: (pool.cache, row) for x, row in rows.items()}
         # rows without a request compute padding with the inputs of any request
         of_rows = {row: decoding[x] for x, row in rows.items()}
-        inputs = self._inputs([of_rows.get(row, chunks[0]) for row in range(pool.batch)])
-        return dict(zip(parts, pool.step(torch.stack(list(parts.values())), inputs), strict=True))
+        return pool.step(ids, self._inputs([of_rows.get(row, chunks[0]) for row in range(pool.batch)]))
 
     def _idle_pool(self) -> StatePool | None:
         """Return the pool that an earlier engine left with the model; None if there is none or it does not fit."""
@@ -254,6 +260,14 @@ def _trimmed(cache: HybridCache) -> HybridCache:
         for part in layer.parts.values():
             part._resize(cache.past, 0)
     return cache
+
+
+def _picked(x: Tensor, indices: list[int]) -> Tensor:
+    """Return `x[indices]`; without a copy if the indices are consecutive."""
+    first, count = indices[0], len(indices)
+    if indices == [*range(first, first + count)]:
+        return x[first : first + count]
+    return x.index_select(0, torch.tensor(indices, device=x.device))
 
 
 def _comparable(inputs: dict[str, Any]) -> Hashable:

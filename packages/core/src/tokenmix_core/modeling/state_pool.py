@@ -44,7 +44,7 @@ class StatePool:
         self._stale: set[int] = set()
         # caches of the first rows, by batch size, and what their graphs depend on
         self._views: dict[int, HybridCache] = {}
-        self._key: Hashable = None
+        self._key: tuple[Hashable, ...] | None = None
         self._capture: cuda_graphs.Capture | None = None
 
     def is_usable(self) -> bool:
@@ -101,8 +101,8 @@ class StatePool:
 
     @property
     def batch(self) -> int:
-        """Number of rows that the next step computes."""
-        return _batch_size(len(self._rows))
+        """Number of rows that the next step computes; 0 before the first `place`."""
+        return _batch_size(len(self._rows)) if self._rows else 0
 
     def _grow(self, rows: int, longest: int, like: tuple[HybridCache, int] | None = None) -> None:
         """Allocate at least `rows` rows, for sequences of more than `longest` tokens; `like`: an existing state."""
@@ -134,14 +134,19 @@ class StatePool:
                 part.write_rows(targets, source and source[0].layers[i].parts[name], picked)
 
     def _changed(self, rows: dict[str, int], emptied: Sequence[int] = ()) -> None:
-        """Use these rows from now on, with the present lengths, weights and settings."""
-        self._rows = rows
+        """Use these rows from now on, with the present lengths, and new graphs if these must change.
+
+        Weights and settings are compared if the batch size changes, because this takes milliseconds.
+        """
+        batch, self._rows = self.batch, rows
         self._stale.difference_update(emptied)
         self._index = torch.tensor([*rows.values()], device=self.model.device)
         assert self.cache._fixed_lengths is not None
         self.cache._fixed_lengths.copy_(torch.tensor(self._lengths))
-        if (key := self._present_key()) != self._key:
-            self._views, self._key, self._capture = {}, key, None
+        if self._key is None or self.batch != batch or self._key[0] != self._addresses():
+            key = self._present_key()
+            if key != self._key:
+                self._views, self._key, self._capture = {}, key, None
         view = self._view()
         view._limit = view.past
 
@@ -169,16 +174,18 @@ class StatePool:
     def _captures(self) -> bool:
         return cuda_graphs.wanted() and why_not(self.model, self.cache) is None
 
-    def _present_key(self) -> Hashable:
-        """Return all that captured steps depend on: weights, settings, and addresses of states."""
-        addresses = tuple(x.data_ptr() for part in self.cache._parts() for x in part.tensors)
-        return graph_key(self.model, self.cache), self._captures(), addresses
+    def _addresses(self) -> tuple[int, ...]:
+        return tuple(x.data_ptr() for part in self.cache._parts() for x in part.tensors)
+
+    def _present_key(self) -> tuple[Hashable, ...]:
+        """Return all that captured steps depend on: addresses of states, weights, settings."""
+        return self._addresses(), graph_key(self.model, self.cache), self._captures()
 
 
 def _batch_size(requests: int) -> int:
-    """Round up to a power of two or, from 16 on, to 1.5 times a power of two."""
+    """Round up to a power of two or, from 48 on, to 1.5 times a power of two; kernels prefer multiples of 16."""
     power = 1 << (requests - 1).bit_length()
-    return power - power // 4 if power > 16 and requests <= power - power // 4 else power
+    return 3 * power // 4 if power > 32 and requests <= 3 * power // 4 else power
 
 
 def _with_rows(x: Tensor, rows: int) -> Tensor:
