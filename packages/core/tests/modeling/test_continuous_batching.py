@@ -68,7 +68,7 @@ def test_requests_join_and_leave_the_pool_without_copies_of_others(model, ids, m
     monkeypatch.setattr(StatePool, "_write", lambda pool, rows, *args: written.extend(rows) or write(pool, rows, *args))
     _run(states, ids, *((row, 0, 3) for row in range(4)))
     _run(states, ids, (0, 3, 1), (1, 3, 1), (2, 3, 1))
-    pool, places = states._pool, [x.data_ptr() for x in _contents(states, "1")]
+    pool, addresses = states._pool, [x.data_ptr() for x in _contents(states, "1")]
     assert written == [0, 1, 2]
     # request 3 joins, and requests 0 and 3 leave
     _run(states, ids, (3, 3, 1), *((row, 4, 1) for row in (2, 0, 1)))
@@ -79,7 +79,7 @@ def test_requests_join_and_leave_the_pool_without_copies_of_others(model, ids, m
     # request 2 has moved to row 0, and a step computes 2 rows
     assert written[3:] == [3, 0]
     assert {x: states._rows[x] for x in "12"} == {"1": (pool.cache, 1), "2": (pool.cache, 0)}
-    assert [x.data_ptr() for x in _contents(states, "1")] == places
+    assert [x.data_ptr() for x in _contents(states, "1")] == addresses
     assert pool.batch == 2
     assert states.allocated_nbytes == pool.cache.allocated_nbytes
     _run(states, ids, (1, 6, 1), (2, 6, 1))
@@ -108,6 +108,18 @@ def test_requests_that_pause_or_outgrow_the_pool_keep_their_states(model, ids, m
     logits = _run(states, long, (1, 35, 1), (0, 540, 1))
     assert relative_error(logits, whole[[1, 0], [35, 540]]) < 1e-4
     assert states._pool.cache.capacity > 541 > first
+
+
+@torch.no_grad()
+def test_rows_are_as_long_as_requests_are_expected_to_be(model, ids, monkeypatch):
+    monkeypatch.setattr("tokenmix_core.modeling.decode_graph._USUAL_CAPACITY", 0)
+    states, row = RequestStates(model), ids[:1].repeat(1, 30)
+    for end, capacity in ((0, 512), (300, 384), (4000, 512)):
+        states.clear()
+        model.free_decoding_graphs()
+        states.run([Chunk("0", 0, 250, end=end)], row[:, :250])
+        states.run([Chunk("0", 250, 1, end=end)], row[:, 250:251])
+        assert states._pool.cache.capacity == capacity
 
 
 @torch.no_grad()

@@ -98,8 +98,9 @@ class ServedModel:
             # a one-token prompt that is about to be forked has no tokens in this step
             if tokens:
                 state = scheduler.active_requests.get(request)
-                prompt = state is not None and past < len(state.initial_tokens)
-                self._chunks.append(Chunk(request, past, tokens, inputs_of(state), prompt))
+                given = 0 if state is None else len(state.initial_tokens)
+                end = 0 if state is None else given + (state.max_new_tokens or 0)
+                self._chunks.append(Chunk(request, past, tokens, inputs_of(state), past < given, end))
             index(request, past, tokens, *args)
 
         @functools.wraps(cache.search_prefix_match)

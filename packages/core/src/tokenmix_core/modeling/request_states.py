@@ -27,6 +27,7 @@ class Chunk(NamedTuple):
         tokens: number of its tokens in the step.
         inputs: the request's extra inputs, as `Mixer.request_input` returns them.
         prompt: whether the tokens belong to the prompt.
+        end: number of tokens that the request is expected to reach, which limits spare memory; 0 if unknown.
     """
 
     request: str
@@ -34,6 +35,7 @@ class Chunk(NamedTuple):
     tokens: int
     inputs: Mapping[str, Any] = MappingProxyType({})
     prompt: bool = False
+    end: int = 0
 
 
 class RequestStates:
@@ -197,7 +199,8 @@ class RequestStates:
         # a step advances all rows, so requests that have no token in this step leave the pool
         for x in [x for x, (cache, _) in self._rows.items() if cache is pool.cache and x not in decoding]:
             self._rows[x] = self._gathered([x]), 0
-        rows = pool.place({x: self._rows[x] for x in decoding}, self._tokens)
+        pool.cache.max_length = max(x.end for x in chunks)
+        rows = pool.assign_rows({x: self._rows[x] for x in decoding}, self._tokens)
         self._rows |= {x: (pool.cache, row) for x, row in rows.items()}
         # rows without a request compute padding with the inputs of any request
         of_rows = {row: decoding[x] for x, row in rows.items()}

@@ -51,7 +51,7 @@ class StatePool:
         """Return whether the pool fits the model's present weights and settings, and no step was interrupted."""
         return self._key == self._present_key() and not any(view.broken for view in self._views.values())
 
-    def place(self, requests: Mapping[str, tuple[HybridCache, int]], tokens: Mapping[str, int]) -> dict[str, int]:
+    def assign_rows(self, requests: Mapping[str, tuple[HybridCache, int]], tokens: Mapping[str, int]) -> dict[str, int]:
         """Give each request of the next step a row, to which its state is copied, and return the rows.
 
         Args:
@@ -87,7 +87,7 @@ class StatePool:
         return rows
 
     def step(self, ids: Int[Tensor, "N 1"], inputs: Mapping[str, Any]) -> Float[Tensor, "N vocab"]:
-        """Compute one token of each request that `place` was given, in its order; return the logits.
+        """Compute one token of each request that `assign_rows` was given, in its order; return the logits.
 
         Args:
             ids: the tokens.
@@ -101,12 +101,13 @@ class StatePool:
 
     @property
     def batch(self) -> int:
-        """Number of rows that the next step computes; 0 before the first `place`."""
+        """Number of rows that the next step computes; 0 before the first `assign_rows`."""
         return _batch_size(len(self._rows)) if self._rows else 0
 
     def _grow(self, rows: int, longest: int, like: tuple[HybridCache, int] | None = None) -> None:
         """Allocate at least `rows` rows, for sequences of more than `longest` tokens; `like`: an existing state."""
-        self._views = {}
+        # drop the graphs with the memory pool of their temporary tensors, because torch captures nothing in an old pool
+        self._views, self._key, self._capture = {}, None, None
         cache, capacity = self.cache, self.cache.capacity
         if like is not None and not cache.is_initialized:
             cache.gather_rows([(like[0], [like[1]])], [longest])
