@@ -419,6 +419,22 @@ def test_packed_sequences_never_mix(window):
         assert torch.equal(state.length[n], alone.length[0])
 
 
+@torch.no_grad()
+def test_unused_entries_of_a_state_hold_no_values_of_other_sequences():
+    x = {name: value[:1] for name, value in inputs(T=12).items()}
+    for name in ("k", "v"):
+        x[name][:, 3:] = float("nan")
+    options = {"window": 5, "output_final_state": True}
+    state = slot_window_attention(**x, cu_seqlens=torch.tensor([0, 3, 12]), **options).final_state
+    assert state.k[0].isfinite().all()
+    assert state.v[0].isfinite().all()
+    # a step on rows of which one holds NaN
+    one = {name: value[:, :1].expand(2, -1, -1, -1) for name, value in inputs(B=1, seed=1).items()}
+    after = slot_window_attention(**one, initial_state=state, **options).final_state
+    assert after.k[0].isfinite().all()
+    assert after.v[0].isfinite().all()
+
+
 def test_extreme_gates_give_finite_gradients():
     x = inputs(gates="hard")
     results, _ = values_and_gradients(lambda **x: Results(o=slot_window_attention(**x, window=3)[0]), x)
