@@ -590,7 +590,19 @@ def test_flash_attention_4_alone_is_not_taken_for_flash_attn_2(tmp_path, monkeyp
     monkeypatch.syspath_prepend(str(tmp_path))
     call = Choice("cuda", torch.bfloat16, 64, 64, 64, 64, Mask(True, None, 0))
     monkeypatch.setattr(backends, "_oldest", lambda: (8, 0))
+    monkeypatch.setattr(backends, "_has_flash_attention_2", backends._has_flash_attention_2.__wrapped__)
     assert "or flash-attn (2), neither of which is here" in (limit("flash_attn", call) or "")
+
+
+def test_the_package_of_flash_attn_2_is_searched_for_once(monkeypatch):
+    searched = []
+    monkeypatch.setattr(backends, "_oldest", lambda: (8, 0))
+    monkeypatch.setattr(backends, "is_installed", searched.append)
+    backends._has_flash_attention_2.cache_clear()
+    for tokens in (64, 65):
+        limit("flash_attn", Choice("cuda", torch.bfloat16, tokens, tokens, 64, 64, Mask(True, None, 0)))
+    backends._has_flash_attention_2.cache_clear()
+    assert searched == ["flash_attn"]
 
 
 @pytest.mark.skipif(not interpreting(), reason="about the interpreter")

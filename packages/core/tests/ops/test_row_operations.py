@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from functools import partial
+from importlib import import_module
 from typing import ClassVar
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tokenmix_core.kernels import tuning
 from tokenmix_core.ops import delta_gates, gated_rms_norm, rms_norm, rotate, swiglu, swiglu_linear
 from tokenmix_core.testing.agreement import gradients_through
+from tokenmix_core.testing.launch_spies import grids
 from tokenmix_core.testing.operations import Call, KernelCase, OpContract
 
 TOKENS = (2, 9)
@@ -285,6 +288,38 @@ def test_slices_are_read_where_they_lie(device):
         out = swiglu(gated, rotated, impl="triton") + rms_norm(*leaves[:1], torch.ones_like(wide[0, 0, :24])).y
         results[name] = out, *torch.autograd.grad(out.sum(), [*leaves, weight])
     assert all(torch.equal(p, q) for p, q in zip(*results.values(), strict=True))
+
+
+class Operations(TorchDispatchMode):
+    """Collects the names of torch's operations."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.seen.add(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    ("run", "inputs"),
+    [
+        ("rms_norm_kernels._run", (z(2, 5, 8), z(2, 5, 8), z(8), 1e-6, torch.float32)),
+        ("rms_norm_kernels._run_gated", (z(2, 5, 8), z(2, 5, 8), z(8), 1e-6, False, 8, torch.float32)),
+        ("swiglu_kernels.swiglu_forward", (z(2, 5, 8), z(2, 5, 8))),
+        ("rotary_kernels._run", (z(2, 5, 4, 8), None, z(1, 5, 4), z(1, 5, 4), 1e-6)),
+        ("gdn_gates_kernels._forward", (z(2, 5, 8), z(2, 5, 8), z(8), z(8), 1.0)),
+    ],
+)
+def test_contiguous_rows_need_no_operation_of_torch_but_allocations(run, inputs):
+    pytest.importorskip("triton")
+    module, _, name = f"tokenmix_core.ops.fused.{run}".rpartition(".")
+    run = getattr(import_module(module), name)
+    with grids() as launched, Operations() as operations:
+        run(*inputs)
+    assert len(launched) == 1
+    assert operations.seen == {"aten.empty.memory_format"}
 
 
 @pytest.mark.parametrize("used", ["y", "total"])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,6 +21,32 @@ def as_rows(x: Tensor) -> Tensor:
     except RuntimeError:
         rows = x.reshape(-1, x.shape[-1])
     return rows if rows.stride(1) == 1 or rows.shape[1] == 1 else rows.contiguous()
+
+
+class Rows(NamedTuple):
+    """Rows in memory: `count` rows of `size` adjacent elements, `stride` elements apart, from the address of `x` on."""
+
+    x: Tensor
+    count: int
+    size: int
+    stride: int
+
+
+def rows_of(x: Tensor, dims: int = 1) -> Rows:
+    """Return x as rows that span its last `dims` dimensions, copied only if the rows have no common stride.
+
+    A kernel needs no view of a contiguous x, and a view takes CPU time.
+    """
+    if x.is_contiguous():
+        size = math.prod(x.shape[-dims:])
+        return Rows(x, x.numel() // size, size, size)
+    rows = as_rows(x if dims == 1 else x.flatten(-dims))
+    return Rows(rows, *rows.shape, rows.stride(0))
+
+
+def contiguous(x: Tensor | None) -> Any:
+    """Return x if it is None or contiguous, without a call of torch's dispatcher, else a contiguous copy."""
+    return x if x is None or x.is_contiguous() else x.contiguous()
 
 
 def buffer_views(whole: Tensor, layouts: Iterable[Layout]) -> list[Tensor]:

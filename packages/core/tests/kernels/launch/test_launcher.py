@@ -358,6 +358,20 @@ def test_other_integers_of_the_same_kind_share_the_first_form(numbered):
     assert len(launched) == 3
 
 
+def test_launches_made_together_are_looked_up_once_each(numbered, monkeypatch):
+    launch, kernel, compiled, launched = numbered
+    launch(31, 16)
+    looked_up, key = [], forms.Forms.key
+    monkeypatch.setattr(forms.Forms, "key", lambda *args: looked_up.append(args) or key(*args))
+    calls = [(kernel, (16,), (torch.zeros(4), True, torch.zeros(4), n, 64, 16, 0.5), {}) for n in (33, 35)]
+    packs = launcher.launch_together(calls)
+    assert len(looked_up) == 2
+    assert len(compiled) == 1
+    # the packed launches make the same launches again
+    driver.launch()(b"".join(pack({}) for pack in packs), 9)
+    assert launched[1:3] == launched[3:]
+
+
 def test_integers_that_vary_later_are_not_specialised_from_then_on(numbered):
     launch, _, compiled, _ = numbered
     for n in (32, 33, 47):
@@ -383,7 +397,7 @@ def test_a_form_for_lengths_without_a_common_divisor_serves_all_lengths(numbered
     assert [words[2] & 0xFFFFFFFF for *_, words in launched] == [31, 32, 1, 48, 33]
     args = [(torch.zeros(4), True, torch.zeros(4), n, 64, 16, 0.5) for n in (31, 32)]
     # it is the form of the lengths that it was compiled for, and a general one for others
-    assert [kernel.packing((1,), x, {}).general for x in args] == [False, True]
+    assert [kernel.launch((1,), x, {}).general for x in args] == [False, True]
     with forms.specialised():
         launch(33, 16)
         launch(32, 16)
@@ -413,12 +427,12 @@ def test_a_call_that_is_replayed_often_gets_a_form_of_its_own(numbered):
     launch(32, 16)
     launch(33, 16)
     args = torch.zeros(4), True, torch.zeros(4), 33, 64, 16, 0.5
-    assert kernel.packing((1,), args, {}).general
+    assert kernel.launch((1,), args, {}).general
     with forms.specialised():
         assert not kernel.knows(args, {})
         launch(33, 16)
     assert compiled[2:] == [(True, 33, 64, 16)]
-    assert not kernel.packing((1,), args, {}).general
+    assert not kernel.launch((1,), args, {}).general
     launch(33, 16)
     launch(35, 16)
     assert len(compiled) == 3

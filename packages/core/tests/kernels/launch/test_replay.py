@@ -340,6 +340,38 @@ def test_a_first_occurrence_enters_no_dispatch_mode(add, monkeypatch):
     call(replayed, 1100)
 
 
+def test_views_of_contiguous_inputs_are_captured_without_their_decomposition(add, monkeypatch):
+    def run(a, b):
+        out = torch.empty_like(b)
+        add[(1,)](a.contiguous().flatten(), b.reshape(-1), out, b.numel())
+        return out
+
+    def refuse(*args):
+        raise AssertionError("an operation was decomposed")
+
+    function, replayed = counted(run)
+    # in inference mode these operations reach a capture as a whole
+    with torch.inference_mode():
+        # allocations and views are known to be elementary from here on
+        replayed(torch.randn(1, 3), torch.randn(1, 3))
+        monkeypatch.setattr(compat, "composed", refuse)
+        for _ in range(3):
+            a, b = torch.randn(2, 3), torch.randn(2, 3)
+            torch.testing.assert_close(replayed(a, b), a + b)
+    assert function.runs == 2
+
+
+def test_the_code_that_compares_signatures_is_shared_by_all_sizes(add):
+    _, replayed = three_sums(add)
+    for n in (8, 8, 8):
+        call(replayed, n)
+    made = codegen._guard_code.cache_info().misses
+    for n in (16, 32, 64):
+        call(replayed, n)
+        call(replayed, n)
+    assert codegen._guard_code.cache_info().misses == made
+
+
 def test_calls_alike_but_for_the_mode_are_one_kind(add):
     function, replayed = three_sums(add)
     for requires_grad in (False, True, False):

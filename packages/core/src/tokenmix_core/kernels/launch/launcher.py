@@ -78,12 +78,16 @@ def compiled_together() -> Iterator[Callable]:
     launch_together(launches)
 
 
-def launch_together(launches: list[Launch], foreseen: Sequence[Launch] = ()) -> None:
+def launch_together(launches: list[Launch], foreseen: Sequence[Launch] = ()) -> list[Callable[[dict], bytes] | None]:
     """Compile the new kernels of `launches` and `foreseen`, in parallel if Triton can, then make `launches` in order.
 
     `foreseen` are launches that later calls will probably make. A kernel compiles in seconds, mostly outside Python.
+    Return for each launch `pack(pointers)`, see `_Launcher.launch`.
     """
-    new = [] if _taker.take is not None else [x for x in (*launches, *foreseen) if _is_new(*x)]
+    every, taken = (*launches, *foreseen), _taker.take is not None
+    # look up each kernel once, by its key
+    keys = [kernel.key(*call) if isinstance(kernel, _Launcher) and not taken else None for kernel, _, *call in every]
+    new = [x for x, key in zip(every, keys, strict=True) if key is not None and not x[0].knows(*x[2:], key)]
     together = compat.parallel_compilation()
     if len(new) > 1 and together is not None and all(compat.can_drop(kernel.fn) for kernel, *_ in new):
         device = current_device()
@@ -103,12 +107,18 @@ def launch_together(launches: list[Launch], foreseen: Sequence[Launch] = ()) -> 
                 # either the kernel needs too much shared memory or, once in thousands of times, compiling failed: let
                 # the launch compile it again or raise the error
                 compat.drop(form, compiled)
-    for kernel, grid, args, options in launches:
-        kernel[grid](*args, **options)
+    return [_launched(*x, key) for x, key in zip(launches, keys, strict=False)]
 
 
-def _is_new(kernel: Any, _grid: tuple, args: tuple, options: dict) -> bool:
-    return isinstance(kernel, _Launcher) and not kernel.knows(args, options)
+def _launched(
+    kernel: Any, grid: tuple[int, ...], args: tuple, options: dict, key: tuple | None
+) -> Callable[[dict], bytes] | None:
+    """Make a launch and return `pack(pointers)`; `key` is the result of `_Launcher.key`, if it is known."""
+    if isinstance(kernel, _Launcher):
+        return kernel.launch(grid, args, options, key)
+    kernel[grid](*args, **options)
+    packing = getattr(kernel, "packing", None)
+    return None if packing is None else packing(grid, args, options)
 
 
 def _load(kernel: Any, device: int) -> Loaded | None:
@@ -177,7 +187,7 @@ class _Launcher:
         self._without_pdl = len(names) - 1 if PDL in names else -1
 
     def __getitem__(self, grid: tuple[int, ...]):
-        return lambda *args, **options: self._launch(grid, *self.in_order(args, options))
+        return lambda *args, **options: self.launch(grid, *self.in_order(args, options))
 
     def in_order(self, args: tuple, options: dict) -> tuple[tuple, dict]:
         """Return all arguments, PDL included, in the order of the kernel's parameters, and the launch's options.
@@ -210,22 +220,33 @@ class _Launcher:
         named = operator.itemgetter(*wanted) if len(wanted) > 1 else lambda options: (options[wanted[0]],)
         return named, tuple(name for name in options if name not in wanted)
 
-    def form(self, args: tuple, options: dict) -> tuple[tuple, Any]:
-        """Return key and kernel for a call: the general form (`forms.py`) if integers have varied, else specialised."""
-        key = self._forms.key(current_device(), args, options)
-        if key in self._loaded and not (forms.asked() and self._loaded[key][1]):
+    def key(self, args: tuple, options: dict) -> tuple:
+        """Return the key (`forms.py`) of a call on the current device, specialised for its integers."""
+        return self._forms.key(current_device(), args, options)
+
+    def form(self, args: tuple, options: dict, key: tuple | None = None) -> tuple[tuple, Any]:
+        """Return key and kernel for a call: the general form (`forms.py`) if integers have varied, else specialised.
+
+        `key` is the result of `self.key`, if the caller has it.
+        """
+        key = key or self.key(args, options)
+        if self._serves(key):
             return key, self.fn
         return (None if forms.asked() else self._forms.general(key, args, self._loaded)) or (key, self.fn)
 
-    def knows(self, args: tuple, options: dict) -> bool:
-        """Tell whether the kernel of a call with these arguments is loaded."""
-        key = self.form(args, options)[0]
-        return key in self._loaded and not (forms.asked() and self._loaded[key][1])
+    def knows(self, args: tuple, options: dict, key: tuple | None = None) -> bool:
+        """Tell whether the kernel of a call with these arguments is loaded; `key` as for `form`."""
+        return self._serves(self.form(args, options, key)[0])
+
+    def _serves(self, key: tuple) -> bool:
+        """Tell whether a kernel is loaded under a key, and is specialised if that is asked for."""
+        found = self._loaded.get(key)
+        return found is not None and not (found[1] and forms.asked())
 
     def keep(self, kernel: Loaded | None, args: tuple, options: dict) -> None:
         """Store a loaded kernel for calls with the key of these arguments; None if only Triton can launch them."""
-        key = self.form(args, options)[0]
-        exact = self._forms.key(current_device(), args, options)
+        exact = self.key(args, options)
+        key = self.form(args, options, exact)[0]
         # store a general form under the exact key too, so that the next call with these integers needs one lookup
         self._loaded.setdefault(key, (kernel, key != exact))
         self._loaded[exact] = kernel, key != exact
@@ -233,36 +254,33 @@ class _Launcher:
             del self._loaded[next(iter(self._loaded))]
         compat.warn_of_missing()
 
-    def packing(self, grid: tuple[int, ...], args: tuple, options: dict) -> Callable[[dict], bytes] | None:
-        """Return `pack(pointers)`, which packs a call for `driver.launch`; None if Triton must launch the kernel.
+    def launch(
+        self, grid: tuple[int, ...], args: tuple, options: dict, key: tuple | None = None
+    ) -> Callable[[dict], bytes] | None:
+        """Make a launch with arguments in order and options; `key` as for `form`.
 
-        The kernel must be loaded. `pack.general` tells whether the kernel is a general form (`forms.py`).
+        Return `pack(pointers)`, which packs the launch for `driver.launch`; None if Triton must launch the kernel.
+        `pack.general` tells whether the kernel is a general form (`forms.py`).
         """
-        kernel, general = self._loaded[self._forms.key(current_device(), args, options)]
-        if kernel is None:
-            return None
-        pack: Any = functools.partial(packed, kernel, grid, [0 if isinstance(x, Tensor) else x for x in args])
-        pack.general = general
-        return pack
-
-    def _launch(self, grid: tuple[int, ...], args: tuple, options: dict) -> None:
         if _taker.take is not None:
             _taker.take((self, grid, args, options))
-            return
-        key = self._forms.key(current_device(), args, options)
-        found = self._loaded.get(key)
-        if found is None or (found[1] and forms.asked()):
-            kernel = self._compile(grid, args, options)
-        else:
-            kernel = found[0]
+            return None
+        key = key or self.key(args, options)
+        kernel = self._loaded[key][0] if self._serves(key) else self._compile(grid, args, options)
         # let Triton launch while a profiler's hook observes launches, because only Triton calls the hook
         start = None if kernel is None or observed() else launch()
+        values = [x.data_ptr() if isinstance(x, Tensor) else x for x in args]
         if kernel is None or start is None:
             with compiling(self.fn):
                 args, options = self._fitting(grid, args, options)
                 self.fn[grid](*args, **options)
-        elif words := packed(kernel, grid, [x.data_ptr() if isinstance(x, Tensor) else x for x in args], {}):
+        elif words := packed(kernel, grid, values, {}):
             start(words, current_stream(key[0]))
+        if kernel is None:
+            return None
+        pack: Any = functools.partial(packed, kernel, grid, values)
+        pack.general = self._loaded[key][1]
+        return pack
 
     def _compile(self, grid: tuple[int, ...], args: tuple, options: dict) -> Loaded | None:
         """Find or compile a call's kernel and store it; return None if only Triton can launch the kernel."""

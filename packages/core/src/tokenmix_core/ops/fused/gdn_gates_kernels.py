@@ -12,7 +12,7 @@ from tokenmix_core.kernels.launch.launcher import cached_launch
 from tokenmix_core.kernels.pdl import gdc_launch_and_wait
 from tokenmix_core.kernels.triton.activations import sigmoid
 from tokenmix_core.ops.autograd import eager_function
-from tokenmix_core.ops.buffers import as_rows
+from tokenmix_core.ops.buffers import contiguous, rows_of
 
 
 @triton.jit
@@ -76,28 +76,26 @@ def delta_gates_backward_kernel(
 
 def _forward(a, b, A_log, dt_bias, max_beta: float) -> tuple[Tensor, Tensor]:
     """Return g and β, float32."""
-    x, y = as_rows(a), as_rows(b)
-    rows, HV = x.shape
+    (x, rows, HV, stride_a), y = rows_of(a), rows_of(b)
     g, beta = (torch.empty(a.shape, dtype=torch.float32, device=a.device) for _ in range(2))
     tile = tuning.row_tile(HV)
     delta_gates_kernel[(cdiv(rows, tile.BM),)](
-        a=x, b=y, A_log=A_log.contiguous(), dt_bias=dt_bias.contiguous(), g=g, beta=beta, stride_a=x.stride(0),
-        stride_b=y.stride(0), rows=rows, max_beta=max_beta, HV=HV, BM=tile.BM, BD=tile.BD, num_warps=tile.num_warps,
+        a=x, b=y.x, A_log=contiguous(A_log), dt_bias=contiguous(dt_bias), g=g, beta=beta, stride_a=stride_a,
+        stride_b=y.stride, rows=rows, max_beta=max_beta, HV=HV, BM=tile.BM, BD=tile.BD, num_warps=tile.num_warps,
     )  # fmt: skip
     return g, beta
 
 
 def _backward(a, b, A_log, dt_bias, dg, dbeta, max_beta: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the gradients of a, b, A_log and dt_bias."""
-    x, y = as_rows(a), as_rows(b)
-    rows, HV = x.shape
+    (x, rows, HV, stride_a), y = rows_of(a), rows_of(b)
     da, db = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (a, b))
     tile = tuning.row_tile(HV)
     programs = tuning.row_programs(cdiv(rows, tile.BM))
     dsums = torch.empty((programs, 2, HV), dtype=torch.float32, device=a.device)
     delta_gates_backward_kernel[(programs,)](
-        a=x, b=y, A_log=A_log.contiguous(), dt_bias=dt_bias.contiguous(), dg=dg.contiguous(), dbeta=dbeta.contiguous(),
-        da=da, db=db, dsums=dsums, stride_a=x.stride(0), stride_b=y.stride(0), rows=rows, max_beta=max_beta, HV=HV,
+        a=x, b=y.x, A_log=contiguous(A_log), dt_bias=contiguous(dt_bias), dg=contiguous(dg), dbeta=contiguous(dbeta),
+        da=da, db=db, dsums=dsums, stride_a=stride_a, stride_b=y.stride, rows=rows, max_beta=max_beta, HV=HV,
         BM=tile.BM, BD=tile.BD, num_warps=tile.num_warps,
     )  # fmt: skip
     sums = dsums.sum(0)

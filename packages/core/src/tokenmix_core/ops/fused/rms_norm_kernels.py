@@ -14,7 +14,7 @@ from tokenmix_core.kernels.launch.launcher import cached_launch
 from tokenmix_core.kernels.pdl import gdc_launch_and_wait
 from tokenmix_core.kernels.triton.activations import sigmoid
 from tokenmix_core.ops.autograd import eager_function
-from tokenmix_core.ops.buffers import as_rows
+from tokenmix_core.ops.buffers import contiguous, rows_of
 
 
 @triton.jit
@@ -127,8 +127,10 @@ def rms_norm_backward_kernel(
 
 def _rows(x: Tensor | None) -> tuple[Tensor | None, int]:
     """Return x as rows with one stride between them, and this stride; None and 0 for None."""
-    x = None if x is None else as_rows(x)
-    return x, 0 if x is None else x.stride(0)
+    if x is None:
+        return None, 0
+    rows = rows_of(x)
+    return rows.x, rows.stride
 
 
 def _forward(x, branch, z, weight, eps, size, before, dtype) -> tuple[Tensor, Tensor | None]:
@@ -140,11 +142,12 @@ def _forward(x, branch, z, weight, eps, size, before, dtype) -> tuple[Tensor, Te
     y = torch.empty(x.shape, dtype=dtype, device=x.device)
     total = None
     if branch is not None:
-        total = torch.empty(x.shape, dtype=torch.promote_types(x.dtype, branch.dtype), device=x.device)
+        wide = x.dtype if x.dtype == branch.dtype else torch.promote_types(x.dtype, branch.dtype)
+        total = torch.empty(x.shape, dtype=wide, device=x.device)
     rows, tile = x.numel() // size // parts, tuning.row_tile(size)
     (x, stride_x), (branch, stride_branch), (z, stride_z) = map(_rows, (x, branch, z))
     rms_norm_kernel[(cdiv(rows, tile.BM), parts)](
-        x=x, branch=branch, z=z, weight=weight.contiguous(), total=total, y=y, stride_x=stride_x,
+        x=x, branch=branch, z=z, weight=contiguous(weight), total=total, y=y, stride_x=stride_x,
         stride_branch=stride_branch, stride_z=stride_z, rows=rows, groups=groups, eps=eps, SIZE=size, BM=tile.BM,
         BD=tile.BD, PARTS=parts > 1, BEFORE=before, AFTER=z is not None and not before, num_warps=tile.num_warps,
     )  # fmt: skip
@@ -169,7 +172,7 @@ def _gradients_of(
     dweights = torch.empty((programs, len(weight)), dtype=torch.float32, device=h.device)
     (h, stride_h), (z, stride_z), (dy, stride_dy), (dtotal, stride_dtotal) = map(_rows, (h, z, dy, dtotal))
     rms_norm_backward_kernel[(programs, parts)](
-        h=h, z=z, weight=weight.contiguous(), dy=dy, dtotal=dtotal, dx=dx, dbranch=dbranch, dz=dz, dweights=dweights,
+        h=h, z=z, weight=contiguous(weight), dy=dy, dtotal=dtotal, dx=dx, dbranch=dbranch, dz=dz, dweights=dweights,
         stride_h=stride_h, stride_z=stride_z, stride_dy=stride_dy, stride_dtotal=stride_dtotal, rows=rows,
         groups=groups, eps=eps, SIZE=size, BM=tile.BM, BD=tile.BD, PARTS=parts > 1, BEFORE=before,
         AFTER=z is not None and not before, num_warps=tile.num_warps,

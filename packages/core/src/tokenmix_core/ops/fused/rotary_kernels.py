@@ -13,7 +13,7 @@ from tokenmix_core.kernels.launch.cache.replay import Replayed
 from tokenmix_core.kernels.launch.launcher import cached_launch
 from tokenmix_core.kernels.pdl import gdc_launch_and_wait
 from tokenmix_core.ops.autograd import eager_function
-from tokenmix_core.ops.buffers import as_rows
+from tokenmix_core.ops.buffers import as_rows, contiguous, rows_of
 
 
 @triton.jit
@@ -157,27 +157,14 @@ def rotate_backward_kernel(
         tl.store(p_dw + HALF, tl.sum(b_dw_b, 0), mask=o_d < HALF)
 
 
-def _tokens(x: Tensor) -> Tensor:
-    """Return x `[B, T, H, K]` reshaped to `[B · T, H · K]`, as a view if possible."""
-    return as_rows(x.flatten(2))
-
-
-def _angles(x: Tensor) -> Tensor:
-    """Return cosines or sines as a contiguous matrix `[rotated, K / 2]`."""
-    return x.reshape(-1, x.shape[-1]).contiguous()
-
-
-def _contiguous(x: Tensor | None) -> Tensor | None:
-    return None if x is None else x.contiguous()
-
-
 def _run(x, weight, cos, sin, eps) -> Tensor:
     """Return x `[B, T, H, K]` rotated."""
-    (B, T, H, K), tokens, cos = x.shape, _tokens(x), _angles(cos)
+    (B, T, H, K), tokens = x.shape, rows_of(x, 2)
     y, tile = torch.empty(x.shape, dtype=x.dtype, device=x.device), tuning.row_tile(K // 2)
     rotate_kernel[(cdiv(B * T * H, tile.BM),)](
-        x=tokens, weight=_contiguous(weight), cos=cos, sin=_angles(sin), y=y, stride_x=tokens.stride(0), rows=B * T * H,
-        rotated=len(cos), H=H, eps=eps, HALF=K // 2, BM=tile.BM, BH=tile.BD, num_warps=tile.num_warps,
+        x=tokens.x, weight=contiguous(weight), cos=contiguous(cos), sin=contiguous(sin), y=y, stride_x=tokens.stride,
+        rows=B * T * H, rotated=cos.numel() // (K // 2), H=H, eps=eps, HALF=K // 2, BM=tile.BM, BH=tile.BD,
+        num_warps=tile.num_warps,
     )  # fmt: skip
     return y
 
@@ -189,18 +176,18 @@ def _save(ctx, inputs, output) -> None:
 
 def _backward(dy, x, weight, cos, sin, eps) -> tuple[Tensor, Tensor | None]:
     """Return dx and, unless `weight` is None, dweight; x may be None if `weight` is None."""
-    (B, T, H, K), cos = dy.shape, _angles(cos)
-    tokens, tile = None if x is None else _tokens(x), tuning.row_tile(K // 2)
+    (B, T, H, K), rows = dy.shape, rows_of(dy, 2)
+    tokens, tile = None if x is None else rows_of(x, 2), tuning.row_tile(K // 2)
     programs = tuning.row_programs(cdiv(B * T * H, tile.BM))
     dx = torch.empty(dy.shape, dtype=dy.dtype, device=dy.device)
     dweights = None
     if weight is not None:
         dweights = torch.empty((programs, K), dtype=torch.float32, device=dy.device)
-    dy = _tokens(dy)
     rotate_backward_kernel[(programs,)](
-        x=tokens, weight=_contiguous(weight), cos=cos, sin=_angles(sin), dy=dy, dx=dx, dweights=dweights,
-        stride_x=0 if tokens is None else tokens.stride(0), stride_dy=dy.stride(0), rows=B * T * H, rotated=len(cos),
-        H=H, eps=eps, HALF=K // 2, BM=tile.BM, BH=tile.BD, num_warps=tile.num_warps,
+        x=None if tokens is None else tokens.x, weight=contiguous(weight), cos=contiguous(cos), sin=contiguous(sin),
+        dy=rows.x, dx=dx, dweights=dweights, stride_x=0 if tokens is None else tokens.stride, stride_dy=rows.stride,
+        rows=B * T * H, rotated=cos.numel() // (K // 2), H=H, eps=eps, HALF=K // 2, BM=tile.BM, BH=tile.BD,
+        num_warps=tile.num_warps,
     )  # fmt: skip
     return dx, None if dweights is None or weight is None else dweights.sum(0).to(weight.dtype)
 
@@ -214,16 +201,15 @@ def _run_step(q, k, v, q_weight, k_weight, cos, sin, keys, values, positions, ep
     (B, HQ, K), H, V = q.shape, k.shape[1], 1 if v is None else v.shape[2]
     q, k = (as_rows(x.flatten(1)).view(x.shape) for x in (q, k))
     v = None if v is None else as_rows(v.flatten(1)).view(v.shape)
-    cos, sin = (None if x is None else _angles(x) for x in (cos, sin))
     y = torch.empty((B, HQ, K), dtype=q.dtype, device=q.device)
     s_kb, s_kp, s_kh, _ = keys.stride()
     s_vb, s_vp, s_vh, _ = (0, 0, 0, 0) if values is None else values.stride()
     rotate_step_kernel[(B * (HQ + (1 if v is None else 2) * H),)](
-        q=q, k=k, v=v, q_weight=_contiguous(q_weight), k_weight=_contiguous(k_weight), cos=cos, sin=sin, y=y,
-        keys=keys, values=values, positions=_contiguous(positions), stride_q=q.stride(0), stride_k=k.stride(0),
-        stride_v=0 if v is None else v.stride(0), s_kb=s_kb, s_kp=s_kp, s_kh=s_kh, s_vb=s_vb, s_vp=s_vp, s_vh=s_vh,
-        rotated=1 if cos is None else len(cos), HQ=HQ, H=H, eps=eps, HALF=K // 2, V=V, BH=next_power_of_2(K // 2),
-        BV=next_power_of_2(V), num_warps=1,
+        q=q, k=k, v=v, q_weight=contiguous(q_weight), k_weight=contiguous(k_weight), cos=contiguous(cos),
+        sin=contiguous(sin), y=y, keys=keys, values=values, positions=contiguous(positions), stride_q=q.stride(0),
+        stride_k=k.stride(0), stride_v=0 if v is None else v.stride(0), s_kb=s_kb, s_kp=s_kp, s_kh=s_kh, s_vb=s_vb,
+        s_vp=s_vp, s_vh=s_vh, rotated=1 if cos is None else cos.numel() // (K // 2), HQ=HQ, H=H, eps=eps, HALF=K // 2,
+        V=V, BH=next_power_of_2(K // 2), BV=next_power_of_2(V), num_warps=1,
     )  # fmt: skip
     return y
 

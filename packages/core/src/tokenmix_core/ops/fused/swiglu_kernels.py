@@ -13,7 +13,7 @@ from tokenmix_core.kernels.launch.launcher import cached_launch
 from tokenmix_core.kernels.pdl import gdc_launch_and_wait
 from tokenmix_core.kernels.triton.activations import sigmoid
 from tokenmix_core.ops.autograd import eager_function
-from tokenmix_core.ops.buffers import as_rows
+from tokenmix_core.ops.buffers import as_rows, rows_of
 from tokenmix_core.ops.fused.gemv import DTYPES as GEMV_DTYPES
 from tokenmix_core.ops.fused.gemv import fused_linears_reference, has_slow_rows
 from tokenmix_core.ops.fused.gemv_kernel import fused_linears_forward
@@ -65,10 +65,9 @@ def swiglu_backward_kernel(
 def swiglu_forward(a: Tensor, b: Tensor) -> Tensor:
     """Return h = silu(a) · b."""
     h = torch.empty(a.shape, dtype=a.dtype, device=a.device)
-    a, b = as_rows(a), as_rows(b)
-    rows, D = a.shape
+    (a, rows, D, stride_a), b = rows_of(a), rows_of(b)
     swiglu_kernel[(cdiv(rows, BM), cdiv(D, BD))](
-        a=a, b=b, h=h, stride_a=a.stride(0), stride_b=b.stride(0), rows=rows, D=D, BM=BM, BD=BD, num_warps=4,
+        a=a, b=b.x, h=h, stride_a=stride_a, stride_b=b.stride, rows=rows, D=D, BM=BM, BD=BD, num_warps=4,
     )  # fmt: skip
     return h
 
@@ -76,10 +75,9 @@ def swiglu_forward(a: Tensor, b: Tensor) -> Tensor:
 def swiglu_backward(a: Tensor, b: Tensor, dh: Tensor, recompute: bool) -> tuple[Tensor, Tensor]:
     """Return da and db; with `recompute`, overwrite the rows dh with h, so that h takes no memory at the peak."""
     da, db = (torch.empty(a.shape, dtype=a.dtype, device=a.device) for _ in range(2))
-    a, b, dh = as_rows(a), as_rows(b), as_rows(dh)
-    rows, D = a.shape
+    (a, rows, D, stride_a), b, dh = rows_of(a), rows_of(b), rows_of(dh)
     swiglu_backward_kernel[(cdiv(rows, BM), cdiv(D, BD))](
-        a=a, b=b, dh=dh, da=da, db=db, stride_a=a.stride(0), stride_b=b.stride(0), stride_dh=dh.stride(0),
+        a=a, b=b.x, dh=dh.x, da=da, db=db, stride_a=stride_a, stride_b=b.stride, stride_dh=dh.stride,
         rows=rows, D=D, RECOMPUTE=recompute, BM=BM, BD=BD, num_warps=4,
     )  # fmt: skip
     return da, db
@@ -93,12 +91,12 @@ _replayed = Replayed(swiglu_backward)
 
 
 def _run_linear(a, b, weight, residual) -> Tensor:
-    a_rows, b_rows, shape = as_rows(a), as_rows(b), (*a.shape[:-1], len(weight))
-    if len(a_rows) == 1 and a.dtype in GEMV_DTYPES:
+    D, shape = a.shape[-1], (*a.shape[:-1], len(weight))
+    if a.numel() == D and a.dtype in GEMV_DTYPES:
         # for one token, one GEMV kernel computes silu(a) · b, multiplies by the weight and adds the residual
         added = None if residual is None else as_rows(residual)
-        return fused_linears_forward(b_rows, [weight], gate=a_rows, residual=added)[0].view(shape)
-    h = swiglu_forward(a_rows, b_rows)
+        return fused_linears_forward(as_rows(b), [weight], gate=as_rows(a), residual=added)[0].view(shape)
+    h = swiglu_forward(a, b).view(-1, D)
     y = (fused_linears_reference(h, [weight])[0] if has_slow_rows(h) else torch.mm(h, weight.t())).view(shape)
     return y if residual is None else residual + y
 

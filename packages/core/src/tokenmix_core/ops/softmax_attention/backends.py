@@ -60,9 +60,16 @@ def flash_attention() -> int:
 
     if (9, 0) <= _oldest() < (12, 0) and is_here():
         return 4
-    return 2 if is_installed("flash_attn") else 0
+    return 2 if _has_flash_attention_2() else 0
 
 
+# the search for the package reads folders, and a call with new lengths asks for it
+@functools.cache
+def _has_flash_attention_2() -> bool:
+    return is_installed("flash_attn")
+
+
+@functools.cache
 def _oldest() -> tuple[int, int]:
     """Return the lowest compute capability of all CUDA devices; (0, 0) without a CUDA device."""
     if not torch.cuda.is_available():

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tokenmix_core.chunking import cdiv, next_power_of_2
 from tokenmix_core.kernels import Replayed, cached_launch, gdc_launch_and_wait
-from tokenmix_core.ops import as_rows, eager_function
+from tokenmix_core.ops import eager_function, rows_of
 
 # number of elements in a tile
 _TILE_ELEMENTS = 2048
@@ -92,21 +92,22 @@ def _save(ctx, inputs, output) -> None:
 def _backward(compressed, selected, window, gates, do) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the gradients of the three branches and of the gates."""
     dcompressed, dselected, dwindow, dgates = (x.new_empty(x.shape) for x in (compressed, selected, window, gates))
-    do = as_rows(do)
+    do = rows_of(do)
     _launch(
-        gated_sum_backward_kernel, compressed, selected, window, gates, do=do, dcompressed=dcompressed,
-        dselected=dselected, dwindow=dwindow, dgates=dgates, s_d=do.stride(0),
+        gated_sum_backward_kernel, compressed, selected, window, gates, do=do.x, dcompressed=dcompressed,
+        dselected=dselected, dwindow=dwindow, dgates=dgates, s_d=do.stride,
     )  # fmt: skip
     return dcompressed, dselected, dwindow, dgates
 
 
 def _launch(kernel, *branches_and_gates: Tensor, **others) -> None:
-    compressed, selected, window, gates = map(as_rows, branches_and_gates)
-    (R, V), BV = compressed.shape, next_power_of_2(compressed.shape[1])
+    compressed, selected, window, gates = map(rows_of, branches_and_gates)
+    _, R, V, _ = compressed
+    BV = next_power_of_2(V)
     BR = max(1, _TILE_ELEMENTS // BV)
     kernel[(cdiv(R, BR),)](
-        compressed=compressed, selected=selected, window=window, gates=gates, s_c=compressed.stride(0),
-        s_s=selected.stride(0), s_w=window.stride(0), s_g=gates.stride(0), R=R, V=V, **others, BR=BR, BV=BV,
+        compressed=compressed.x, selected=selected.x, window=window.x, gates=gates.x, s_c=compressed.stride,
+        s_s=selected.stride, s_w=window.stride, s_g=gates.stride, R=R, V=V, **others, BR=BR, BV=BV,
         num_warps=4,
     )  # fmt: skip
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from tokenmix_core.chunking import cdiv
 from tokenmix_core.kernels import LOG2_E, Replayed, cached_launch, gdc_launch_and_wait
-from tokenmix_core.ops import BD, BM, as_rows, eager_function, tile_of
+from tokenmix_core.ops import BD, BM, eager_function, rows_of, tile_of
 
 
 @triton.jit
@@ -47,11 +47,10 @@ def forget_gates_backward_kernel(f, dy, df, stride_f, stride_dy, rows, D, invers
 
 def _run(f: Tensor, normalizer: float) -> Tensor:
     """Return log α in float32."""
-    x = as_rows(f)
-    rows, D = x.shape
+    x, rows, D, stride = rows_of(f)
     y = torch.empty(f.shape, dtype=torch.float32, device=f.device)
     forget_gates_kernel[(cdiv(rows, BM), cdiv(D, BD))](
-        f=x, y=y, stride_f=x.stride(0), rows=rows, D=D, inverse=1 / normalizer, BM=BM, BD=BD, num_warps=4
+        f=x, y=y, stride_f=stride, rows=rows, D=D, inverse=1 / normalizer, BM=BM, BD=BD, num_warps=4
     )
     return y
 
@@ -63,11 +62,10 @@ def _save(ctx, inputs, output) -> None:
 
 def _backward(f: Tensor, dy: Tensor, normalizer: float) -> Tensor:
     """Return df in f's dtype."""
-    x, dy = as_rows(f), as_rows(dy)
-    rows, D = x.shape
+    (x, rows, D, stride), dy = rows_of(f), rows_of(dy)
     df = torch.empty(f.shape, dtype=f.dtype, device=f.device)
     forget_gates_backward_kernel[(cdiv(rows, BM), cdiv(D, BD))](
-        f=x, dy=dy, df=df, stride_f=x.stride(0), stride_dy=dy.stride(0), rows=rows, D=D, inverse=1 / normalizer, BM=BM,
+        f=x, dy=dy.x, df=df, stride_f=stride, stride_dy=dy.stride, rows=rows, D=D, inverse=1 / normalizer, BM=BM,
         BD=BD, num_warps=4,
     )  # fmt: skip
     return df

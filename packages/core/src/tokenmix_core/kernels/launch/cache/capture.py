@@ -21,6 +21,8 @@ _ALLOCATIONS = {
     _aten.empty.memory_format, _aten.empty_like.default, _aten.empty_strided.default, _aten.new_empty.default,
     _aten.new_empty_strided.default,
 }  # fmt: skip
+# composite operations that return a contiguous argument itself or a view of it
+_VIEWS_IF_CONTIGUOUS = {_aten.contiguous.default, _aten.flatten.using_ints, _aten.reshape.default}
 # operations that were found to be elementary: they do not consist of other operations
 _not_composite: set[Any] = set()
 # operations whose results depend only on dtypes, which the signature fixes: every replay gives an equal result
@@ -77,7 +79,8 @@ class Capture(compat.Mode):
         # storage count as views of the input. None if several inputs share the storage
         self._alone: dict[Any, int | None] = {}
         for slot, x in enumerate(inputs):
-            self._alone[storage(x)] = None if storage(x) in self._alone else slot
+            memory = storage(x)
+            self._alone[memory] = None if memory in self._alone else slot
         self._first = self._slots = len(inputs)
         # maps a storage to the last tensor allocated in it: its slot (index), size and stride
         self._made: dict[Any, tuple[int, tuple, tuple]] = {}
@@ -107,9 +110,15 @@ class Capture(compat.Mode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
+        if func in _ALLOCATIONS:
+            output = func(*args, **kwargs)
+            self._buffers.append((self._slot(output), tuple(output.shape), output.stride(), output.dtype))
+            return output
         # without autograd, as in compiled code, composite operations arrive here as a whole. Their effects depend on
         # the arguments (`contiguous` copies or does nothing), so observe the elementary operations that they consist of
-        if func not in _ALLOCATIONS and func not in _not_composite:
+        if func not in _not_composite:
+            if func in _VIEWS_IF_CONTIGUOUS and not kwargs and args[0].is_contiguous():
+                return func(*args)
             with self:
                 output = compat.composed(func, args, kwargs)
             if output is not NotImplemented:
@@ -118,10 +127,6 @@ class Capture(compat.Mode):
         operation = compat.operation(func)
         if (operation is not None and operation.views) or func in _OF_DTYPES:
             return func(*args, **kwargs)
-        if func in _ALLOCATIONS:
-            output = func(*args, **kwargs)
-            self._buffers.append((self._slot(output), tuple(output.shape), output.stride(), output.dtype))
-            return output
         self.launch()
         output = func(*args, **kwargs)
         if operation is None:
@@ -143,15 +148,16 @@ class Capture(compat.Mode):
         """
         if id(x) in self._inputs:
             return self._inputs[id(x)], None
-        if storage(x) not in self._made:
-            slot = self._alone.get(storage(x))
+        memory = storage(x)
+        if memory not in self._made:
+            slot = self._alone.get(memory)
             if slot is None:
                 return None
             given = self._tensors[slot]
             # the view is relative to the input's address, which need not be the start of its storage
             same = given.data_ptr() == x.data_ptr() and given.dtype == x.dtype
             return (slot, (tuple(x.shape), x.stride())) if same else None
-        slot, *whole = self._made[storage(x)]
+        slot, *whole = self._made[memory]
         view = (tuple(x.shape), x.stride(), x.storage_offset())
         return slot, None if view == (*whole, 0) else view
 
@@ -164,9 +170,9 @@ class Capture(compat.Mode):
         """Make and capture the postponed launches; compile their kernels together with those of `foreseen` launches."""
         waiting, self._waiting = self._waiting, []
         with launching().taken(None):
-            launching().launch_together([launch for launch, _ in waiting], foreseen)
-        for (kernel, *launch), buffers in waiting:
-            self._add_launch(kernel.packing(*launch), list(launch[1]), buffers)
+            packs = launching().launch_together([launch for launch, _ in waiting], foreseen)
+        for pack, ((_, _, args, _), buffers) in zip(packs, waiting, strict=True):
+            self._add_launch(pack, list(args), buffers)
 
     def _add_launch(self, pack: Any, args: list, buffers: list[tuple]) -> None:
         self._possible &= pack is not None
@@ -175,13 +181,15 @@ class Capture(compat.Mode):
         for i, x in enumerate(args):
             # an empty tensor has no address to compare
             address = x.data_ptr() if isinstance(x, Tensor) else 0
+            if not address:
+                continue
             if address in self._addresses:
                 pointers.append((i, self._addresses[address], 0))
-            elif address and storage(x) in self._made:
-                pointers.append((i, self._made[storage(x)][0], address - x.untyped_storage().data_ptr()))
-            elif address and (slot := self._alone.get(storage(x))) is not None:
+            elif (memory := storage(x)) in self._made:
+                pointers.append((i, self._made[memory][0], address - x.untyped_storage().data_ptr()))
+            elif (slot := self._alone.get(memory)) is not None:
                 pointers.append((i, slot, address - self._tensors[slot].data_ptr()))
-            elif address:
+            else:
                 self._possible = False
         self._steps.append(Step(buffers, pack, True, [], pointers, None))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import sys
 from collections.abc import Callable, Sequence
 from types import CodeType
 from typing import Any, NamedTuple
@@ -98,7 +99,8 @@ def compiled(
     launch_waiting()
     results = ", ".join("None" if x is None else viewed(*x) for x in outputs)
     lines.append(f"return make(({results},))")
-    return _function("call(stream, tensors, pointers)", lines, names)
+    exec(_code(_text("call(stream, tensors, pointers)", lines)), names)
+    return names["call"]
 
 
 def _packed(launches: list[Step], parts: dict[int, int]) -> tuple[bytes, list[str]]:
@@ -122,20 +124,25 @@ def matching(
     `matching` returns None if torch lacks guards or an input's address is not a multiple of 16 bytes. Matches are
     counted in `matches[0]`; after `most` matches `match` returns None.
     """
-    tensors = {i: x for i, x in enumerate(inputs) if isinstance(x, Tensor)}
-    if compat.Guards is None or any(x.data_ptr() % 16 for x in tensors.values()):
+    if compat.Guards is None or any(x.data_ptr() % 16 for x in inputs if isinstance(x, Tensor)):
         return None
+    most = sys.maxsize if most is None else most
+    names = {"call": call, "launching": launching, "matches": matches, "device": device, "most": most}
+    return _guarded(_match_code, inputs, names)
+
+
+def _match_code(tensors: tuple[int, ...]) -> list[str]:
+    """Return the lines of `match` after the comparison with the signature, for the indices of the tensors."""
     given, pointers = (", ".join(f"{letter}{i}" for i in tensors) for letter in "xp")
-    ended = "" if most is None else f" or matches[0] >= {most}"
-    lines = [
+    unaligned = f"({' | '.join(f'p{i}' for i in tensors)}) & 15"
+    return [
         *(f"p{i} = x{i}.data_ptr()" for i in tensors),
-        f"stream = None if ({' | '.join(f'p{i}' for i in tensors)}) & 15{ended} else launching.replays_on({device})",
+        f"stream = None if {unaligned} or matches[0] >= most else launching.replays_on(device)",
         "if stream is None:",
         "    return None",
         "matches[0] += 1",
         f"return call, stream, ({given},), ({pointers},)",
     ]
-    return _guarded("match", inputs, lines, {"call": call, "launching": launching, "matches": matches})
 
 
 def alike(inputs: Sequence, matches: list[int]) -> Callable:
@@ -145,28 +152,43 @@ def alike(inputs: Sequence, matches: list[int]) -> Callable:
     """
     if compat.Guards is None:
         return lambda *others: False
-    return _guarded("alike", inputs, ["matches[0] += 1", "return True"], {"matches": matches})
+    return _guarded(_alike_code, inputs, {"matches": matches})
 
 
-def _guarded(name: str, inputs: Sequence, lines: list[str], names: dict[str, Any]) -> Callable:
-    """Return a function that runs `lines` if its arguments have the signature of `inputs`, else returns None.
+def _alike_code(tensors: tuple[int, ...]) -> list[str]:
+    return ["matches[0] += 1", "return True"]
+
+
+def _guarded(body: Callable, inputs: Sequence, names: dict[str, Any]) -> Callable:
+    """Return a function that runs `body`'s code if its arguments have the signature of `inputs`, else returns None.
 
     It takes any number of arguments, because an operation may have saved more tensors in one call than in another.
     """
-    different = ["more"]
+    kinds = []
     for i, x in enumerate(inputs):
-        if x is None:
+        kinds.append(None if x is None else isinstance(x, Tensor))
+        if kinds[-1] is False:
+            names[f"c{i}"], names[f"k{i}"] = x, type(x)
+    exec(_guard_code(body, tuple(kinds)), names)
+    renew(names["guarded"], inputs)
+    return names["guarded"]
+
+
+@functools.lru_cache(256)
+def _guard_code(body: Callable, kinds: tuple[bool | None, ...]) -> CodeType:
+    """Return the code of a `_guarded` function; `kinds` are None for None, True for tensors, False for other inputs."""
+    different = ["more"]
+    for i, kind in enumerate(kinds):
+        if kind is None:
             different.append(f"x{i} is not None")
-        elif not isinstance(x, Tensor):
+        elif not kind:
             # compare types too, because 1 == True
-            names |= {f"c{i}": x, f"k{i}": type(x)}
             different.append(f"x{i}.__class__ is not k{i} or x{i} != c{i}")
-    tensors = ", ".join(f"x{i}" for i, x in enumerate(inputs) if isinstance(x, Tensor))
+    indices = tuple(i for i, kind in enumerate(kinds) if kind)
+    tensors = ", ".join(f"x{i}" for i in indices)
     different.append(f"not (same({tensors}) or also({tensors}))")
-    lines = [f"if {' or '.join(different)}:", "    return None", *lines]
-    function = _function(f"{name}({''.join(f'x{i}=None, ' for i in range(len(inputs)))}*more)", lines, names)
-    renew(function, inputs)
-    return function
+    lines = [f"if {' or '.join(different)}:", "    return None", *body(indices)]
+    return _code(_text(f"guarded({''.join(f'x{i}=None, ' for i in range(len(kinds)))}*more)", lines))
 
 
 def renew(guarded: Callable, inputs: Sequence) -> None:
@@ -185,9 +207,8 @@ def _same(tensors: Sequence[Tensor]) -> Callable:
     return compat.Guards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
 
 
-def _function(head: str, lines: Sequence[str], names: dict[str, Any]) -> Callable:
-    exec(_code(f"def {head}:\n    " + "\n    ".join(lines)), names)
-    return names[head.split("(")[0]]
+def _text(head: str, lines: Sequence[str]) -> str:
+    return f"def {head}:\n    " + "\n    ".join(lines)
 
 
 @functools.lru_cache(256)

@@ -6,6 +6,7 @@ import ctypes
 import functools
 import struct
 from collections.abc import Callable, Iterable, Mapping
+from itertools import accumulate, compress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -73,24 +74,26 @@ def packed(kernel: Loaded, grid: tuple[int, ...], args: Iterable, pointers: Mapp
             f"a kernel needs {grid[1]:,} × {grid[2]:,} programs along its grid's second and third axis, and GPUs "
             f"launch up to {_MAX_PROGRAMS:,} along each: split heads or channels over several calls"
         )
-    values, later = [], []
-    for i, (form, x) in enumerate(zip(kernel.formats, args, strict=True)):
-        if form is None:
-            continue
-        if i in pointers:
-            later += [len(values), *pointers[i]]
-            x = 0
-        values.append(x)
+    pack, given, places = _packing(kernel.formats)
+    values, later = [*compress(args, given)], []
+    for i, pointer in pointers.items():
+        if given[i]:
+            values[places[i]] = 0
+            later += [places[i], *pointer]
     sizes = kernel.threads, kernel.shared, kernel.pdl, len(values) + 2, len(later) // 3
-    pack = _packing(kernel.formats)
-    return pack(_cuda_launch(), kernel.function, *grid, *sizes, *values) + struct.pack(f"{len(later)}Q", *later)
+    words = pack(_cuda_launch(), kernel.function, *grid, *sizes, *values)
+    return words + struct.pack(f"{len(later)}Q", *later) if later else words
 
 
 @functools.cache
-def _packing(formats: tuple[str | None, ...]) -> Callable[..., bytes]:
-    """Return the function that packs a launch: ten header values, arguments, two null pointers for scratch memory."""
+def _packing(formats: tuple[str | None, ...]) -> tuple[Callable[..., bytes], tuple[bool, ...], tuple[int, ...]]:
+    """Return a function that packs a launch; for each argument, whether it is packed, and its index among those packed.
+
+    The function packs ten header values, arguments, and two null pointers for scratch memory.
+    """
+    given = tuple(form is not None for form in formats)
     words = (f"{form}{8 - struct.calcsize(form)}x" for form in formats if form is not None)
-    return struct.Struct(f"<10Q{''.join(words)}16x").pack
+    return struct.Struct(f"<10Q{''.join(words)}16x").pack, given, tuple(accumulate(given, initial=0))
 
 
 @functools.cache
