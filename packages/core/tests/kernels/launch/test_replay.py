@@ -288,6 +288,23 @@ def test_captures_that_are_not_replayed_become_rare_and_repeats_bring_them_back(
     assert captures == [*range(1700, 1701 + admission._RECENT)]
 
 
+def test_calls_without_an_optional_input_that_are_rare_are_captured_rarely(add, captures):
+    def run(a, b, c):
+        out = torch.empty_like(a)
+        add[(1,)](a, b if c is None else c, out, len(a))
+        return out
+
+    _, replayed = counted(run)
+    # as in a model of eight layers, whose first norm alone adds no branch
+    for n in range(1024, 1044):
+        a, b, c = torch.randn(3, n)
+        torch.testing.assert_close(replayed(a, b, None), a + b)
+        for _ in range(7):
+            torch.testing.assert_close(replayed(a, b, c), a + c)
+    # each call with c; and the first call without it, since its kernels may be new
+    assert len(captures) == 21
+
+
 @pytest.mark.parametrize("layers", [4, 24])
 def test_captures_of_deep_models_are_made_at_once(add, captures, layers):
     function, replayed = three_sums(add)

@@ -7,11 +7,11 @@ from itertools import islice, takewhile
 
 from torch import Tensor
 
-# maximum counts, for each function, of signatures whose occurrences are counted and of stored magnitudes (see
-# `new_magnitude`)
-MAX_SEEN, _MAX_MAGNITUDES = 512, 128
-# if one of the _RECENT last captures was replayed _OFTEN times, as happens in deep models, the next new signature is
-# captured at its first occurrence
+# maximum counts, for each function, of signatures whose occurrences are counted, of stored magnitudes (see
+# `new_magnitude`), and of kinds (see `kind_of`) whose captures are remembered
+MAX_SEEN, _MAX_MAGNITUDES, _MAX_KINDS = 512, 128, 32
+# if one of a kind's _RECENT last captures was replayed _OFTEN times, as happens in deep models, the next new signature
+# is captured at its first occurrence
 _RECENT, _OFTEN = 4, 3
 # this many consecutive captures without a replay double the number of occurrences that a capture needs
 _PATIENCE = 8
@@ -24,8 +24,8 @@ class Admission:
         # maps a signature's hash to the number of its occurrences; the latest signature is last
         self._seen: dict[int, int] = {}
         self._magnitudes: dict[tuple, None] = {}
-        # for each of the last captures, its number of replays; the newest capture is first
-        self._replays: deque[list[int]] = deque(maxlen=4 * _PATIENCE)
+        # for each kind and each of its last captures, the number of replays; the newest capture is first
+        self._replays: dict[tuple, deque[list[int]]] = {}
 
     def new_magnitude(self, inputs: tuple) -> tuple | None:
         """Return the magnitude of a call: its dtypes, options and bit lengths of sizes; None if it was added before.
@@ -45,25 +45,32 @@ class Admission:
             self._magnitudes[magnitude] = None
             keep_last(self._magnitudes, _MAX_MAGNITUDES)
 
-    def count(self, signature: tuple) -> bool:
-        """Count an occurrence of a signature; tell whether the call should be captured."""
+    def count(self, signature: tuple, inputs: tuple) -> bool:
+        """Count an occurrence of the signature of these inputs; tell whether the call should be captured."""
         mark = hash(signature)
         times = self._seen.pop(mark, 0) + 1
-        if times >= self._needed():
+        if times >= self._needed(kind_of(inputs)):
             return True
         self._seen[mark] = times
         keep_last(self._seen, MAX_SEEN)
         return False
 
-    def captured(self, replays: list[int]) -> None:
-        """Note that a call was captured; `replays[0]` counts its replays."""
-        self._replays.appendleft(replays)
+    def captured(self, inputs: tuple, replays: list[int]) -> None:
+        """Note that a call with these inputs was captured; `replays[0]` counts its replays."""
+        self._replays.setdefault(kind_of(inputs), deque(maxlen=4 * _PATIENCE)).appendleft(replays)
+        keep_last(self._replays, _MAX_KINDS)
 
-    def _needed(self) -> int:
-        if any(x[0] >= _OFTEN for x in islice(self._replays, _RECENT)):
+    def _needed(self, kind: tuple) -> int:
+        captures = self._replays.get(kind, ())
+        if any(x[0] >= _OFTEN for x in islice(captures, _RECENT)):
             return 1
-        unused = sum(1 for _ in takewhile(lambda x: not x[0], self._replays))
+        unused = sum(1 for _ in takewhile(lambda x: not x[0], captures))
         return 2 << unused // _PATIENCE
+
+
+def kind_of(inputs: tuple) -> tuple:
+    """Return the inputs' classes: a call with an optional input may be rare where calls without it are frequent."""
+    return tuple([x.__class__ for x in inputs])
 
 
 def keep_last(entries: dict, most: int) -> None:

@@ -91,7 +91,7 @@ class Replayed:
         key = (device, *signature)
         if key not in self._calls:
             magnitude = self._admission.new_magnitude(inputs)
-            if magnitude is None and not self._admission.count(key):
+            if magnitude is None and not self._admission.count(key, inputs):
                 return self.run(*inputs)
             output = self._capture(inputs, tensors, key, None if magnitude is None else foresee)
             self._admission.add_magnitude(magnitude)
@@ -116,7 +116,7 @@ class Replayed:
             output = self.run(*inputs)
         capture.launch([] if foresee is None else _foreseen(foresee, inputs, output))
         call, replays = capture.replay(output), [0]
-        self._admission.captured(replays)
+        self._admission.captured(inputs, replays)
         if call is None:
             self._calls[key] = None
         else:
@@ -182,9 +182,9 @@ class Checked:
         if all(is_plain(x) and on_gpu(x) and x.dim() for x in inputs if isinstance(x, Tensor)):
             key = tuple((x.dtype, x.shape, x.stride()) if isinstance(x, Tensor) else x for x in inputs)
             magnitude = self._admission.new_magnitude(inputs)
-            if magnitude is not None or self._admission.count(key):
+            if magnitude is not None or self._admission.count(key, inputs):
                 replays = [0]
-                self._admission.captured(replays)
+                self._admission.captured(inputs, replays)
                 self._admission.add_magnitude(magnitude)
                 self._passed = ((len(inputs), alike(inputs, replays), result), *self._passed[: _COMPARED - 1])
         return result
