@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from itertools import accumulate
+from operator import mul
 from typing import Any, NamedTuple
 
 import torch
@@ -51,11 +53,15 @@ def contiguous(x: Tensor | None) -> Any:
 
 def buffer_views(whole: Tensor, layouts: Iterable[Layout]) -> list[Tensor]:
     """Return consecutive views of the byte buffer `whole`, one per layout: autograd then saves one tensor, not many."""
-    start, parts = 0, []
+    start, parts, typed = 0, [], {}
     for shape, dtype in layouts:
-        end = start + math.prod(shape) * dtype.itemsize
-        parts.append(whole[start:end].view(dtype).view(shape))
-        start = next_part(end)
+        # one view for each dtype and one for each part, since every view takes CPU time
+        if dtype not in typed:
+            typed[dtype] = whole.view(dtype)
+        strides = tuple(accumulate(shape[:0:-1], mul, initial=1))[: len(shape)][::-1]
+        offset = typed[dtype].storage_offset() + start // dtype.itemsize
+        parts.append(typed[dtype].as_strided(shape, strides, offset))
+        start = next_part(start + math.prod(shape) * dtype.itemsize)
     return parts
 
 

@@ -22,7 +22,9 @@ _ALLOCATIONS = {
     _aten.new_empty_strided.default,
 }  # fmt: skip
 # composite operations that return a contiguous argument itself or a view of it
-_VIEWS_IF_CONTIGUOUS = {_aten.contiguous.default, _aten.flatten.using_ints, _aten.reshape.default}
+_VIEWS_IF_CONTIGUOUS = {
+    _aten.contiguous.default, _aten.flatten.using_ints, _aten.reshape.default, _aten.unflatten.int,
+}  # fmt: skip
 # operations that were found to be elementary: they do not consist of other operations
 _not_composite: set[Any] = set()
 # operations whose results depend only on dtypes, which the signature fixes: every replay gives an equal result
