@@ -32,7 +32,8 @@ def in_this_process(monkeypatch):
 
 
 @pytest.mark.skipif(
-    not Path(tokenmix_core.__file__).is_relative_to(SCRIPT["ROOT"]), reason="the installed package is not the checkout's"
+    not Path(tokenmix_core.__file__).is_relative_to(SCRIPT["ROOT"]),
+    reason="the installed package is not the checkout's",
 )
 def test_the_same_sources_train_the_same_model(in_this_process, tmp_path, capsys):
     short = ["--steps", "3", "--rows", "2", "--length", "32", "--device", "cpu", "--out", str(tmp_path / "kept.json")]
