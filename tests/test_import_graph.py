@@ -1,10 +1,14 @@
-"""Test that no module imports itself through others, at import or inside a function."""
+"""Test the structure of the sources: no module imports itself through others, and no file is too long."""
 
 from __future__ import annotations
+
+from pathlib import Path
 
 import grimp
 import pytest
 
+ROOT = Path(__file__).parents[1]
+SOURCES = [*ROOT.glob("packages/*/src/**/*.py"), *ROOT.glob("packages/*/benchmarks/*.py"), *ROOT.glob("arena/*.py")]
 PACKAGES = ("tokenmix_core", "tokenmix_lte", "tokenmix_nats_l", "tokenmix_nha", "tokenmix_oryx")
 
 
@@ -59,3 +63,8 @@ def test_a_cycle_is_found_and_named():
     edges = {"a": {"b"}, "b": {"c", "d"}, "c": {"a", "d"}, "d": {"e"}, "e": set()}
     assert strongly_connected(edges) == {frozenset("abc")}
     assert described(frozenset("abc"), edges) == "a -> b\nb -> c\nc -> a"
+
+
+def test_no_source_file_exceeds_400_lines():
+    long = {path.name: count for path in SOURCES if (count := len(path.read_text().splitlines())) > 400}
+    assert not long

@@ -8,7 +8,7 @@ import torch
 from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaList
 
 from tokenmix_core.kernels.launch import cuda_graphs
-from tokenmix_core.modeling import HybridConfig, HybridForCausalLM, decode_graph, sampling
+from tokenmix_core.modeling import HybridConfig, HybridForCausalLM, captured_steps, decode_graph, sampling
 from tokenmix_core.testing.closeness import relative_error
 from tokenmix_core.testing.fake_cuda_graph import HostRead, Watched, capture_work, graphs_everywhere
 from tokenmix_core.testing.models import left_padded
@@ -137,10 +137,10 @@ def test_states_of_constant_size_are_captured_once_for_all_lengths(captures):
 
 
 def test_captured_steps_over_the_memory_limit_are_dropped(model, ids, captures, monkeypatch):
-    monkeypatch.setattr(decode_graph, "_KEPT_BYTES", 0)
+    monkeypatch.setattr(captured_steps, "_KEPT_BYTES", 0)
     for batch in range(1, 7):
         model.generate(ids[:1].expand(batch, -1).contiguous(), **OPTIONS)
-    assert len(model.step_store) == decode_graph._KEPT
+    assert len(model.step_store) == captured_steps._KEPT
 
 
 @pytest.mark.parametrize("options", [{"repetition_penalty": 1.3, "do_sample": True}, {"num_beams": 2}])

@@ -239,9 +239,7 @@ class OryxMixer(Mixer):
 
     def _fuses(self, x: Tensor) -> bool:
         """True if `mix` can compute this layer: kernels run, rows are not split over ranks, attention has no L2 norm,
-        the layer has a gate and convolutions, and no hooks or subclasses change its convolutions and its norm
-        (`is_plain`; else a warning says that the layer is slower).
-        """
+        the layer has a gate and convolutions, and its convolutions and its norm are plain (`is_plain`; else, warn)."""
         parts = (self.k_conv, self.v_conv, self.g_proj)
         kernels = resolve_impl("OryxMixer", self.impl, x, GLUON) != "reference"
         if current_shard() is not None or not kernels or None in parts or self.attention_l2_norm != "none":
@@ -311,9 +309,8 @@ class OryxMixer(Mixer):
         return self.attention_q_proj if own is None else own
 
     def _query(self, x: Tensor, q: Tensor | None, mode: Modes) -> Float[Tensor, "B T H K"]:
-        """Return each token's query from the projection for its mode.
+        """Return each token's query from the projection for its mode; a grouped GEMM computes no other for a token.
 
-        A grouped GEMM computes only this projection of a token; if it cannot run, both are computed.
         `q` has the projected queries if all tokens have the same mode, else it is None.
         """
 

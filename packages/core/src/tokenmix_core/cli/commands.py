@@ -153,8 +153,7 @@ def _asked_for(args: argparse.Namespace, context: Context) -> tuple[str, Path, l
     """Return the name of the recipe that `train` should run, the run's folder, and the flags that set fields.
 
     Raises:
-        ValueError: neither a recipe nor a run is named, two different folders are named, or this command does not know
-            the run's recipe.
+        ValueError: there is neither a recipe nor a run, there are two folders, or this command lacks the run's recipe.
     """
     fields = list(args.rest)
     name = fields.pop(0) if fields and not fields[0].startswith("-") else None

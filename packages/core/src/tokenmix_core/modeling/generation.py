@@ -23,7 +23,8 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from tokenmix_core.kernels.launch import cuda_graphs
 from tokenmix_core.modeling.cache import HybridCache
 from tokenmix_core.modeling.cache_name import CACHE, name_of, take_cache
-from tokenmix_core.modeling.decode_graph import Steps, StepStore, why_not
+from tokenmix_core.modeling.captured_steps import StepStore
+from tokenmix_core.modeling.decode_graph import Steps, why_not
 from tokenmix_core.modeling.sampling import Sampler, draw, needs_host
 from tokenmix_core.nn.mixer import Mixer
 

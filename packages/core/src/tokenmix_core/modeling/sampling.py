@@ -19,7 +19,7 @@ from transformers import (
 )
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 
-from tokenmix_core.modeling.decode_graph import CapturedSteps
+from tokenmix_core.modeling.captured_steps import CapturedSteps
 
 # logits processors that read only the logits and the tokens so far, each with the attributes on which its graph depends
 _ON_DEVICE: dict[type, tuple[str, ...]] = {

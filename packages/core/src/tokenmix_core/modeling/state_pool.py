@@ -12,7 +12,8 @@ from torch import Tensor
 
 from tokenmix_core.kernels.launch import cuda_graphs
 from tokenmix_core.modeling.cache import CacheRows, HybridCache
-from tokenmix_core.modeling.decode_graph import SPARE, CapturedSteps, Steps, graph_key, why_not
+from tokenmix_core.modeling.captured_steps import CapturedSteps
+from tokenmix_core.modeling.decode_graph import SPARE, Steps, graph_key, why_not
 from tokenmix_core.nn.state import LayerState, map_all
 
 

@@ -1,0 +1,40 @@
+"""Pointers of the Gluon emulator."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import torch
+from torch import Tensor
+
+
+class Pointer:
+    """A tensor of pointers: a flat tensor and a tensor of offsets into it."""
+
+    def __init__(self, base: Tensor, offset: Tensor):
+        self.base, self.offset = base, offset
+
+    def __add__(self, offset):
+        return Pointer(self.base, self.offset + offset)
+
+    def __sub__(self, offset):
+        return Pointer(self.base, self.offset - offset)
+
+    def __getitem__(self, index):
+        return Pointer(self.base, self.offset[index])
+
+    @property
+    def dtype(self):
+        return SimpleNamespace(element_ty=self.base.dtype)
+
+    def load(self, mask=None, other=0.0) -> Tensor:
+        offset, mask = torch.broadcast_tensors(self.offset, torch.tensor(True) if mask is None else mask)
+        x = self.base[torch.where(mask, offset, 0)]
+        return torch.where(mask, x, torch.full_like(x, other))
+
+    def store(self, x: Tensor, mask=None) -> None:
+        offset, mask, x = torch.broadcast_tensors(self.offset, torch.tensor(True) if mask is None else mask, x)
+        # x may have another dtype only if the mask is False everywhere, and is then not stored
+        if mask.any():
+            assert x.dtype == self.base.dtype
+            self.base[offset[mask]] = x[mask]
