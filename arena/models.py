@@ -43,8 +43,9 @@ class Model:
 def solve(name: str, division: str, size: Size) -> Model:
     """Return a contestant's model whose parameters and, in the division `STATE`, state match `REFERENCE`'s in size.
 
-    The mixers are not changed; the width of the MLPs is chosen such that the count matches. The count is linear in this
-    width, so that two models on the meta device determine it.
+    In the division `STATE`, the layers are the contestant's candidate whose state is nearest in size. The width of the
+    MLPs then makes the numbers of parameters match: the number is linear in this width, so that two models on the meta
+    device determine it.
 
     Raises:
         ValueError: the contestant is not in the division, or no width or candidate comes within the tolerance.

@@ -124,14 +124,14 @@ class Span:
 
     @_once
     def before(self) -> Int[Tensor, "N"]:
-        """Length of each sequence before the call."""
+        """Length of each sequence before the call; if `fixed`, one more entry for the padding."""
         if self.lengths is None:
             return torch.full((self.sequences,), self.past, dtype=torch.int64, device=self.device)
         return torch.cat((self.lengths, self.lengths.new_zeros(1))) if self.fixed else self.lengths
 
     @_once
     def after(self) -> Int[Tensor, "N"]:
-        """Length of each sequence after the call."""
+        """Length of each sequence after the call; if `fixed`, one more entry for the padding."""
         return self.before + (self.tokens if self.mask is None else self._counts)
 
     def after_up_to(self, most: int | None) -> Int[Tensor, "N"]:

@@ -87,8 +87,8 @@ def all_tiles(step: str, K: int, element_size: int) -> tuple[ScanTile, ...]:
 # tiles of the Gluon decoding kernel by minimum number of blocks (`gluon_step_tile`); wide tiles need many waves
 STATE_STEPS: dict[int, StateStep] = {1024: StateStep(64, 64, 4), 0: StateStep(32, 32, 2)}
 
-# with heads of 128, Gluon's forward pass saves R and chunk states if they take at most this many bytes; otherwise the
-# backward pass recomputes both
+# with heads of 128, Gluon's forward pass saves the residuals R and the chunk states if both together take at most this
+# many bytes; otherwise the backward pass recomputes them
 MOST_SAVED_BYTES = 8 << 20
 
 

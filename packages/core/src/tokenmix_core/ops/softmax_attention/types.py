@@ -45,7 +45,7 @@ def call_of(q: Tensor, k: Tensor, v: Tensor, mask: Mask, packed: bool, gluon: bo
 
 
 class KeyLists(NamedTuple):
-    """Lists of keys, and the mask of attention: a query sees the listed keys, and the local keys just before it.
+    """Lists of keys, and the mask: a query sees local keys, which end with its own, and listed keys before these.
 
     Attributes:
         ranks: number of listed units (runs of `unit` keys) before each unit, then the total, `[B, HM, U + 1]`, int32.
@@ -53,7 +53,7 @@ class KeyLists(NamedTuple):
         until: first query that no longer sees the key as a listed one, `[B, TK, H]`; None: no key is evicted.
         cu_seqlens: boundaries of packed sequences, or None.
         unit: number of tokens of a unit: 1, or a multiple of 64.
-        window: number of local keys; None: the keys of the query's own unit up to the query.
+        window: number of local keys, the query's own included; None: the keys of the query's own unit up to the query.
     """
 
     ranks: Tensor

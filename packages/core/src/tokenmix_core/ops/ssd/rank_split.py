@@ -118,7 +118,7 @@ class Spans:
         return (*tensors, entering, after, through, *factors), torch.cat((local.flatten(2), through.flatten(2)), -1)
 
     def unpacked(self, gathered: Tensor) -> tuple[Tensor, Tensor]:
-        """Return M and L of all spans."""
+        """Return M and L of all spans' maps S' = M S + L, from the gathered tensors of `maps`."""
         return gathered[..., -1:].unsqueeze(-1), gathered[..., :-1].unflatten(-1, self.shape)
 
     def outputs(self, saved: Tensors, entering: Tensor) -> tuple[Tensor, Tensor, Tensors]:

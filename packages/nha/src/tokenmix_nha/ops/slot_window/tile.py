@@ -31,7 +31,7 @@ Constants = namedtuple(
 # the sequence's queries; count: number of halvings of the chunk, −1 if it does not exist; entry: index of its state;
 # begin_k, begin_q: offsets of the sequence's first key and query
 KeyChunk = namedtuple("KeyChunk", "first keys oldest length count entry begin_k begin_q")
-# a chunk of queries, whose slots include tokens of key chunk i_t; its other fields are those of `KeyChunk`
+# a chunk of queries, at which the tokens of key chunk i_t enter the slots (none if i_t < 0); else as `KeyChunk`
 QueryChunk = namedtuple("QueryChunk", "i_t keys oldest length count entry begin_q begin_k")
 
 

@@ -1,4 +1,4 @@
-"""Gradients of a weak chunk's tokens from all query heads of a GQA group on Hopper, one query head per iteration.
+"""Gradients of the tokens of a weak chunk (`tile.py`) from all query heads of a GQA group on Hopper, head by head.
 
 Tiles are transposed, `[token, query]`. In smem, the tiles of each query head overwrite those of the previous head.
 """
