@@ -32,7 +32,7 @@ KINDS = {
     "products": r"gemm|cutlass|nvjet|xmma|cublas|splitK",
     "scorer": r"scorer|hopper_layer_backward",
     "delta rule, scans": r"^(for|back)ward_(state_|chunk_)?kernel|gated_delta|delta_rule|chunk_|prepare_|segment_"
-    r"|entering_|ssd|slot_|recurrent|backward_scan|boundary_states|hopper_(forward|backward|window|gradients|step)"
+    r"|entering_|scan_rows_|ssd|slot_|recurrent|backward_scan|boundary_states|hopper_(forward|backward|window|gradients|step)"
     r"|(group|head)_gradients|scan_segments|(sum|repeat)_(gates|groups)|longest_first",
     "convolutions": r"conv",
     "norms": r"norm|rstd",
