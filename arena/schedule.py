@@ -12,8 +12,8 @@ from arena.comparison import Comparison, Run, final_seeds, recipe_of, tuning_see
 class Schedule:
     """The expected minutes of a comparison's runs, computed from speeds in stored results.
 
-    A contestant without results is expected to have the median speed of the others; without any results, the size's
-    `speed`.
+    A contestant without results for a task is expected to have the others' median speed in it or, if there is none, the
+    size's `speed`.
     """
 
     def __init__(self, comparison: Comparison) -> None:

@@ -155,7 +155,7 @@ class NhaMixer(Mixer):
 
     @property
     def joined(self) -> bool:
-        """True if the fused operation computes the layer: one softmax over slots and window, with the token shift."""
+        """True if the fused operation computes the layer: window 0, or one softmax over both and the shift."""
         return self.window == 0 or (self.fusion == "softmax" and self.token_shift)
 
     @property

@@ -45,7 +45,7 @@ class ServedModel:
         self.model, self.device, self.dtype = model.eval(), model.device, model.dtype
         self.generation_config = model.generation_config
         text = model.config.get_text_config()
-        # the placeholder model: one layer with one head of size 1; for flash attention, transformers builds no masks
+        # the placeholder model: one layer with one head of size 1
         self.config = LlamaConfig(
             num_hidden_layers=1,
             hidden_size=1,
@@ -56,6 +56,7 @@ class ServedModel:
             eos_token_id=text.eos_token_id,
             pad_token_id=text.pad_token_id,
         )
+        # for this name, transformers builds no masks
         self.config._attn_implementation = "flash_attention_2"
         self.states = RequestStates(model)
         self._chunks: list[Chunk] = []

@@ -203,8 +203,9 @@ def attention_backward(q, k, v, o, lse, do, dlse, cu_seqlens, mask: Mask, scale,
             **constants(q, v, cu_seqlens, mask, by.queries), BS=sink_step(q, mask, by.queries.BN),
             FILL=fill,
         )  # fmt: skip
-    # the dK/dV kernel treats sinks as ordinary keys of the window, and `first_keys_backward` overwrites their rows of
-    # the gradients: all queries see sinks, so with a window their KV tile would end long after all other tiles
+    # without `selected`, the dK/dV kernel treats sinks as ordinary keys of the window, and `first_keys_backward`
+    # overwrites their rows of the gradients: all queries see sinks, so with a window their KV tile would end long after
+    # all other tiles
     sinks = mask.sinks if selected is None else 0
     mask = mask._replace(sinks=mask.sinks - sinks)
     if by.keys is Form.ONE:

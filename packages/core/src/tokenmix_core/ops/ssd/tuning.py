@@ -131,9 +131,9 @@ def _columns(K: int, V: int) -> int:
 def _segment_tokens(programs: int, T: int, K: int, wide: bool) -> int:
     """Return the length of the segments of sequences of T tokens; 0 if whole sequences make enough programs.
 
-    With segments, k and v are read a second time, by additional launches. If the state is `wide`, a split fills only
-    one wave, because a second wave costs more than it gains, and short sequences are split only if half of the SMs
-    would idle.
+    With segments, k and v are read a second time, by additional launches. With `wide` (Hopper kernel, K ≥ 128,
+    unpacked), a split fills only one wave, because a second wave costs more than it gains, and short sequences are
+    split only if half of the SMs would idle.
     """
     if programs >= one_wave() or (wide and T <= 2048 and 2 * programs > one_wave()):
         return 0

@@ -18,7 +18,7 @@ _Tensors = namedtuple(
 )
 # tiles of a chunk: q = q̂, the queries that read the slots; output gradients do; a = q̂ k̂ᵀ and dp = do vᵀ
 _Pairs = namedtuple("_Pairs", "q do a dp")
-# pointers to a chunk's row and column factors and log-gates, and to its key slots and value slots
+# pointers to a chunk's row and column factors, key slots and value slots; f: to the log-gates of the whole sequence
 _Slots = namedtuple("_Slots", "row column f k v")
 
 

@@ -37,7 +37,7 @@ _CARRY_ROWS = 16
 
 @triton.jit
 def _load_columns(p, o_t, m_t, stride, first, BD: tl.constexpr):
-    """Load columns `first … first + BD` of the rows `o_t` of a matrix."""
+    """Load columns `first … first + BD − 1` of the rows `o_t` of a matrix; rows masked by `m_t` are 0."""
     o_d = first + tl.arange(0, BD)
     return tl.load(p + o_t.to(tl.int64)[:, None] * stride + o_d[None, :], mask=m_t[:, None], other=0.0)
 
