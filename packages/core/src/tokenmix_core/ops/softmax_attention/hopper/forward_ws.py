@@ -53,7 +53,7 @@ class Buffers(NamedTuple):
 
 
 class Barriers(NamedTuple):
-    """mbarriers: Q is loaded; a stage of K or V is full or empty; all consumers `decided` whether to ask for a second pass."""
+    """mbarriers: Q is loaded; a stage of K or V is full or empty; consumers `decided` whether a second pass follows."""
 
     q_full: gl.shared_memory_descriptor
     k_full: gl.shared_memory_descriptor
