@@ -264,7 +264,7 @@ def test_captured_steps_follow_assigned_types(monkeypatch):
 def test_captured_steps_follow_pages_that_grow(beams, monkeypatch):
     # spare pages for one chunk only: every chunk allocates more pages, and steps are captured again
     monkeypatch.setattr(cuda_graphs, "capture_on", lambda device: capture_work)
-    monkeypatch.setattr(decode_graph, "_SPARE", 64)
+    monkeypatch.setattr(decode_graph, "SPARE", 64)
     grown, resize = [], PagedKVState._reallocate
     monkeypatch.setattr(PagedKVState, "_reallocate", lambda *x: grown.append(1) or resize(*x))
     model, ids = build(), drawn_ids(random.Random(0), 2, 60)

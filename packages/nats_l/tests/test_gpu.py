@@ -155,7 +155,7 @@ def test_steps_read_only_retained_tokens():
 @torch.no_grad()
 def test_captured_steps_follow_pages_that_grow(monkeypatch):
     """Pages run out every two chunks, so that graphs are captured again; heads retain different chunks."""
-    monkeypatch.setattr(decode_graph, "_SPARE", 128)
+    monkeypatch.setattr(decode_graph, "SPARE", 128)
     torch.manual_seed(0)
     config = NatsLConfig(**MODEL, initializer_range=0.05, mixer_options={"nats_l": {**SIZES, "rope": True}})
     model = NatsLForCausalLM(config).cuda().eval()
