@@ -200,6 +200,37 @@ def train_with_graphs(made: Recipe, output_dir: Path, **options: Any) -> None:
     (output_dir / f"captured-{os.environ['RANK']}").write_text(str(len(works)))
 
 
+def refuse_on_ranks(folder: Path) -> None:
+    """Average gradients of two dtypes; write the errors about a missing gradient and about a frozen parameter."""
+    from torch.nn.parallel import DistributedDataParallel
+
+    from tokenmix_core.training.replicas import Replica
+
+    rank = int(os.environ["RANK"])
+    torch.distributed.init_process_group("gloo")
+    model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.Linear(3, 1).double())
+    replica, said = Replica(DistributedDataParallel(model)), []
+
+    def step(layers: int) -> None:
+        with replica.micro_batch(last=True) as module:
+            y = module[0](torch.full((1, 2), rank + 1.0))
+            (module[1](y.double()) if layers > 1 else y).sum().backward()
+
+    step(2)
+    gradient = model[0].weight.grad
+    assert gradient is not None
+    expected = model[1].weight.detach().float().T * 1.5
+    torch.testing.assert_close(gradient, expected.expand(3, 2))
+    for layers, trained in ((1, True), (2, False)):
+        model[0].requires_grad_(trained)
+        try:
+            step(layers)
+        except RuntimeError as error:
+            said.append(str(error))
+        replica = Replica(DistributedDataParallel(model.requires_grad_())) if trained else replica
+    (folder / f"rank{rank}").write_text("\n".join(said))
+
+
 def run(processes: int, made: Recipe, output_dir: Path, **options: Any) -> dict[int, tuple[float, ...]]:
     """Train to the end in processes of their own; return the curve."""
     codes = Processes(processes, train, made, output_dir, progress=False, **options).join()

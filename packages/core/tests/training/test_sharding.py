@@ -9,7 +9,18 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from runs import HYBRID, Hostile, check_autocast, check_sharded, curve, recipe, run, stop_each_step
+from runs import (
+    HYBRID,
+    Hostile,
+    Processes,
+    check_autocast,
+    check_sharded,
+    curve,
+    recipe,
+    refuse_on_ranks,
+    run,
+    stop_each_step,
+)
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 from transformers import AutoModelForCausalLM
 
@@ -120,6 +131,14 @@ def test_metadata_that_could_run_code_are_refused(name, shards):
     with pytest.raises(ValueError, match=told):
         sharding.load_optimizer_shards(model, optimizer, folder)
     assert not (folder / "ran").exists()
+
+
+def test_what_several_ranks_cannot_follow_is_refused(tmp_path):
+    assert Processes(2, refuse_on_ranks, tmp_path).join() == [0, 0]
+    for rank in (0, 1):
+        told = (tmp_path / f"rank{rank}").read_text().splitlines()
+        assert "has no gradient: before training on several ranks, freeze parameters" in told[0]
+        assert "frozen or unfrozen after the first step" in told[1]
 
 
 def test_tied_weights_are_sharded_once(corpus, tmp_path):

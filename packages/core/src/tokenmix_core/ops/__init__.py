@@ -81,7 +81,6 @@ if TYPE_CHECKING:
     from tokenmix_core.ops.autograd import of_fields as of_fields
     from tokenmix_core.ops.autograd import retried as retried
     from tokenmix_core.ops.buffers import aligned as aligned
-    from tokenmix_core.ops.buffers import as_rows as as_rows
     from tokenmix_core.ops.buffers import buffer_bytes as buffer_bytes
     from tokenmix_core.ops.buffers import buffer_views as buffer_views
     from tokenmix_core.ops.buffers import rows_of as rows_of

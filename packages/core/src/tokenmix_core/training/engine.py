@@ -24,6 +24,7 @@ from transformers import TrainingArguments, set_seed
 
 from tokenmix_core._utils import rng
 from tokenmix_core._utils.atomic_io import sync_tree, writing
+from tokenmix_core.kernels.launch import cuda_graphs
 from tokenmix_core.training import checkpoint
 from tokenmix_core.training.context_parallel import RowSplit
 from tokenmix_core.training.cuda_graph import GraphedStep, Losses, TrainingGraph
@@ -170,13 +171,12 @@ class RecipeTrainer(ShardedTrainer):
 
     def _make_replica(self, model: nn.Module) -> Replica | None:
         """Return a replica that computes without hooks, or None: with DDP graphs alone need one."""
-        replica = super()._make_replica(model)
-        if replica is None and isinstance(model, DistributedDataParallel) and self._split is None:
-            wanted = self.training_graph == "always" or (
-                self.training_graph == "auto" and self._is_launch_bound(model.module)
-            )
-            return Replica(model) if wanted else None
-        return replica
+        if not isinstance(model, DistributedDataParallel):
+            return super()._make_replica(model)
+        if self._split is not None or cuda_graphs.capture_on(self.args.device) is None:
+            return None
+        auto = self.training_graph == "auto" and self._is_launch_bound(model.module)
+        return Replica(model) if auto or self.training_graph == "always" else None
 
     def _make_graphed_step(self, model: nn.Module) -> GraphedStep | None:
         """Return a `GraphedStep`; None if graphs have no advantage ("auto") or are impossible ("always" then warns)."""
@@ -186,7 +186,7 @@ class RecipeTrainer(ShardedTrainer):
                 raise ValueError("rows or the model are split over several processes")
             if auto and not self._is_launch_bound(model):
                 raise ValueError("the GPU would not wait for the CPU")
-            given = None if self._replica is None else self._replica.gradients
+            given = None if self._replica is None else self._replica.fixed_gradients()
             way: TrainingGraph = "auto" if auto else "always"
             return GraphedStep(model, self.args.device, training_graph=way, gradients=given)
         except ValueError as why:

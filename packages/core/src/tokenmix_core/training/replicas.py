@@ -22,49 +22,61 @@ from torch.nn.parallel import DistributedDataParallel
 
 # elements to which each tensor in a buffer is padded: 256 bytes in float32, for vectorised loads
 _ALIGNMENT = 64
+# bytes of gradients that one collective averages
+_GROUP_BYTES = 2**28
 
 
 class AveragedGradients:
-    """The gradients of a replica's trainable parameters, views of one buffer.
+    """The gradients of a replica's parameters, which collectives average in groups.
 
     Args:
         parameters: all parameters of the model, in the same order on all ranks; frozen ones have no gradient.
-
-    Attributes:
-        gradients: the gradient of each parameter, or None if it is frozen.
-
-    Raises:
-        ValueError: the trainable parameters have several dtypes or devices, or there are none.
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
-        self.parameters = list(parameters)
-        trainable = [p for p in self.parameters if p.requires_grad]
-        self._buffer, views = _views(trainable, [p.shape for p in trainable])
-        found = iter(views)
-        self.gradients = [next(found) if p.requires_grad else None for p in self.parameters]
+        self._parameters = list(parameters)
+        # consecutive trainable parameters of one dtype and device
+        self._groups: list[list[nn.Parameter]] = []
+        for p in self._parameters:
+            if p.requires_grad:
+                last = self._groups[-1] if self._groups else []
+                fits = sum(x.nbytes for x in last) + p.nbytes <= _GROUP_BYTES
+                if last and fits and (last[0].dtype, last[0].device) == (p.dtype, p.device):
+                    last.append(p)
+                else:
+                    self._groups.append([p])
+        # a buffer and its views for each group, if gradients have fixed addresses
+        self._fixed: list[tuple[Tensor, list[Tensor]]] | None = None
+
+    def fixed(self) -> list[Tensor | None]:
+        """Return memory for the gradient of each parameter, None if it is frozen, from which `average` reads."""
+        self._fixed = [_views(group, [p.shape for p in group]) for group in self._groups]
+        found = iter([view for _, views in self._fixed for view in views])
+        return [next(found) if p.requires_grad else None for p in self._parameters]
 
     def average(self) -> None:
-        """Replace each gradient by its mean over all ranks; parameters then have the buffer's gradients.
+        """Replace each gradient by its mean over all ranks, a view of its group's buffer.
 
         Raises:
-            RuntimeError: a parameter has no gradient, or a frozen one has one; DDP refuses both as well.
+            RuntimeError: a trainable parameter has no gradient, which other ranks would wait for.
         """
-        for parameter, average in zip(self.parameters, self.gradients, strict=True):
-            gradient = parameter.grad
-            if (gradient is None) != (average is None):
+        for parameter in (p for group in self._groups for p in group):
+            if parameter.grad is None:
                 raise RuntimeError(
-                    f"a parameter of shape {list(parameter.shape)} has "
-                    f"{'no gradient' if gradient is None else 'a gradient, but was frozen before'}: "
-                    "train with training_graph='never'"
+                    f"a parameter of shape {list(parameter.shape)} has no gradient: before training on several ranks, "
+                    "freeze parameters that the loss does not depend on"
                 )
-            # eager passes make gradients of their own
-            if gradient is not None and average is not None and gradient is not average:
-                average.copy_(gradient)
-                parameter.grad = average
-        # DDP divides before the sum as well
-        self._buffer.div_(dist.get_world_size())
-        dist.all_reduce(self._buffer)
+        for i, group in enumerate(self._groups):
+            buffer, views = self._fixed[i] if self._fixed else _views(group, [p.shape for p in group])
+            for parameter, view in zip(group, views, strict=True):
+                # eager passes make gradients of their own
+                gradient = parameter.grad
+                if gradient is not None and gradient is not view:
+                    view.copy_(gradient)
+                    parameter.grad = view
+            # DDP divides before the sum as well
+            buffer.div_(dist.get_world_size())
+            dist.all_reduce(buffer)
 
 
 class Replica:
@@ -72,9 +84,6 @@ class Replica:
 
     During micro-batches its parameters are other objects with the same memory: DDP's hooks hold the autograd nodes of
     its own ones, on the stream on which DDP was made, and a capture on another stream must not wait for that stream.
-
-    Attributes:
-        gradients: as in `AveragedGradients`.
     """
 
     def __init__(self, wrapper: DistributedDataParallel) -> None:
@@ -92,16 +101,24 @@ class Replica:
         self._own, self._owners = list(owners), list(owners.values())
         self._whole = [nn.Parameter(w, p.requires_grad) for w, p in zip(whole, self._own, strict=True)]
         self._averaged = AveragedGradients(self._whole)
-        self.gradients = self._averaged.gradients
         self._begun = False
+
+    def fixed_gradients(self) -> list[Tensor | None]:
+        """Return memory for the gradients of the micro-batches' parameters, in their order; None for frozen ones."""
+        return self._averaged.fixed()
 
     @contextmanager
     def micro_batch(self, *, last: bool) -> Iterator[nn.Module]:
         """Context manager: yield the model for the passes of a micro-batch, without the hooks of DDP or FSDP2.
 
         After the last micro-batch of a step (`last`), the model's own parameters have the averaged gradients.
+
+        Raises:
+            RuntimeError: a parameter was frozen or unfrozen since the first step, or has no gradient.
         """
         if not self._begun:
+            if [p.requires_grad for p in self._own] != [p.requires_grad for p in self._whole]:
+                raise RuntimeError("parameters were frozen or unfrozen after the first step, on several ranks")
             self._begin_step()
             for parameter in self._whole:
                 parameter.grad = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
@@ -83,7 +84,8 @@ class ShardedTrainer(Trainer):
             return None
         try:
             return GatheredReplica(model)
-        except ValueError:
+        except ValueError as why:
+            warnings.warn(f"FSDP2's hooks run in every micro-batch, which is slower: {why}", stacklevel=2)
             return None
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
