@@ -15,7 +15,7 @@ from arena.contestants import CONTESTANTS, PARAMETERS
 from arena.intervals import Estimate, wilson
 from arena.models import solve, target_state
 from arena.plots import make_plots, scatter
-from arena.scores import BEYOND, EXCESS, NAMES, NEEDLES, Scores, label, logged_means, measured_costs
+from arena.scores import BEYOND, EXCESS, MEAN, NAMES, NEEDLES, Scores, label, logged_means, measured_costs
 from arena.tasks import TASKS
 from tokenmix_core._utils.atomic_io import write_atomically
 from tokenmix_core.evaluation.report import format_table
@@ -316,7 +316,7 @@ def scores_table(scores: Scores) -> str:
     metrics = list(dict.fromkeys(metric for by_metric in scores.variants.values() for metric in by_metric))
     tables = []
     for excess in (False, True):
-        columns = [metric for metric in metrics if metric.startswith(EXCESS) == excess]
+        columns = sorted((x for x in metrics if x.startswith(EXCESS) == excess), key=lambda x: x != MEAN)
         rows: list[Row] = []
         for variant in scores.variants:
             estimates = {metric: scores.estimate(variant, metric) for metric in columns}
