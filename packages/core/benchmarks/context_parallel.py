@@ -5,9 +5,10 @@
 
 "operation" times the gated delta rule (16 heads of 128, which it normalises, as in models), SSD and attention, forward
 and backward. "model" times a step of a 380M hybrid, three layers of the gated delta rule and one of attention in turn;
-`--window` limits attention to a window, and `--checkpointing` recomputes layers in the backward pass. Rank 0 prints one
-JSON line for each measurement: the slowest rank's median milliseconds, and its own peak memory and bytes sent, by
-operation. `--alone` measures one GPU, with the other ranks idle.
+`--window` limits attention to a window, and `--checkpointing` recomputes layers in the backward pass. Parameters are in
+float32 under autocast or, with `--bfloat16`, in bfloat16 as under FSDP2. Rank 0 prints one JSON line for each
+measurement: the slowest rank's median milliseconds, and its own CPU time until all kernels are launched, peak memory
+and bytes sent, by operation. `--alone` measures one GPU, with the other ranks idle.
 
 Before it is timed, each operation, and a model of one layer of each kind, runs once: rank 0 prints the seconds and the
 number of kernels that this compiled. With `--compile-only` nothing is timed. Two such calls, with `--only
@@ -122,11 +123,11 @@ def step_of(args: argparse.Namespace, device: torch.device, mixers: list[str], l
         mixers=mixers,
         mixer_options={name: options[name] for name in dict.fromkeys(mixers)},
     )
-    model = HybridForCausalLM(config).to(device).train()
+    model = HybridForCausalLM(config).to(device, torch.bfloat16 if args.bfloat16 else torch.float32).train()
     if args.checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     ids = torch.randint(32000, (1, args.tokens), device=device)
-    bf16 = torch.autocast(device.type, dtype=torch.bfloat16)
+    bf16 = torch.autocast(device.type, dtype=torch.bfloat16, enabled=not args.bfloat16)
 
     def step() -> None:
         model.zero_grad()
@@ -137,8 +138,11 @@ def step_of(args: argparse.Namespace, device: torch.device, mixers: list[str], l
     return step
 
 
-def called(run: Callable, shard: SequenceShard | None, device: torch.device, calls: int = 1) -> float:
-    """Return the milliseconds of so many calls on this rank; all ranks begin together."""
+def called(run: Callable, shard: SequenceShard | None, device: torch.device, calls: int = 1) -> tuple[float, float]:
+    """Return this rank's milliseconds of so many calls, and those until the CPU has launched them.
+
+    All ranks begin together.
+    """
     if shard is not None:
         shard.traffic.clear()
         dist.barrier(shard.group)
@@ -148,9 +152,10 @@ def called(run: Callable, shard: SequenceShard | None, device: torch.device, cal
     with parallel.sequence_shard(shard):
         for _ in range(calls):
             run()
+    launched = time.perf_counter() - begin
     if device.type == "cuda":
         torch.cuda.synchronize()
-    return 1000 * (time.perf_counter() - begin)
+    return 1000 * (time.perf_counter() - begin), 1000 * launched
 
 
 def compiled(name: str, run: Callable, shard: SequenceShard | None, device: torch.device) -> dict[str, Any]:
@@ -165,23 +170,24 @@ def compiled(name: str, run: Callable, shard: SequenceShard | None, device: torc
                 print(f"{name}: compiled {metadata.get('name')}", file=sys.stderr, flush=True)
 
         knobs.compilation.listener = listen
-    return {"what": name, "first_call_seconds": round(called(run, shard, device) / 1000, 1), **counts}
+    return {"what": name, "first_call_seconds": round(called(run, shard, device)[0] / 1000, 1), **counts}
 
 
 def timed(run: Callable, shard: SequenceShard | None, args: argparse.Namespace, device: torch.device) -> dict[str, Any]:
-    """Return the slowest rank's median milliseconds of a call, and this rank's peak memory and bytes sent per call."""
+    """Return the slowest rank's median milliseconds of a call, and this rank's CPU time, peak memory and bytes sent."""
     cuda = device.type == "cuda"
     # the CPU runs ahead of the GPU within a training step, so several calls are timed together
     calls = args.calls if args.what == "operation" else 1
-    times = [called(run, shard, device, calls) / calls for _ in range(args.warmups + args.repeats)]
-    middle = torch.tensor(median(times[args.warmups :]), device=device)
+    times = [called(run, shard, device, calls) for _ in range(args.warmups + args.repeats)][args.warmups :]
+    middle, launched = (torch.tensor(median(x) / calls, device=device) for x in zip(*times, strict=True))
     sent: Counter[str] = Counter()
     if shard is not None:
         dist.all_reduce(middle, dist.ReduceOp.MAX, group=shard.group)
         for (_, name), count in shard.traffic.items():
             sent[name] += count // calls
     peak = torch.cuda.max_memory_allocated() / 2**30 if cuda else None
-    return {"milliseconds": round(middle.item(), 2), "peak_gib": peak and round(peak, 2), "sent_bytes": dict(sent)}
+    row = {"milliseconds": round(middle.item(), 2), "cpu_milliseconds": round(launched.item(), 2)}
+    return row | {"peak_gib": peak and round(peak, 2), "sent_bytes": dict(sent)}
 
 
 def main() -> None:
@@ -196,6 +202,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=24)
     parser.add_argument("--window", type=int)
     parser.add_argument("--checkpointing", action="store_true")
+    parser.add_argument("--bfloat16", action="store_true", help="bfloat16 parameters of the model, without autocast")
     parser.add_argument("--alone", action="store_true")
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--warmups", type=int, default=2)
