@@ -113,7 +113,7 @@ def test_every_kernel_of_an_operation_counts_for_it(operation):
         ("void at::native::unrolled_elementwise_kernel<at::native::direct_copy_kernel_cuda", "copies between dtypes"),
         ("rms_norm_backward_kernel", "norms"),
         ("swiglu_backward_kernel", "SwiGLU"),
-        ("short_conv_forward_kernel", "convolutions"),
+        ("short_convs_forward_kernel", "convolutions"),
         ("void at::native::reduce_kernel<512, 1, at::native::ReduceOp", "sums"),
         ("void at::native::(anonymous namespace)::multi_tensor_apply_kernel", "optimizer"),
         ("hopper_scorer_kernel", "scorer"),

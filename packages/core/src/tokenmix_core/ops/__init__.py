@@ -84,7 +84,7 @@ if TYPE_CHECKING:
     from tokenmix_core.ops.buffers import buffer_bytes as buffer_bytes
     from tokenmix_core.ops.buffers import buffer_views as buffer_views
     from tokenmix_core.ops.buffers import rows_of as rows_of
-    from tokenmix_core.ops.causal_conv1d.autograd import token_rows as token_rows
+    from tokenmix_core.ops.buffers import token_rows as token_rows
     from tokenmix_core.ops.causal_conv1d.backward import short_conv_sums_kernel as short_conv_sums_kernel
     from tokenmix_core.ops.causal_conv1d.forward import load_input as load_input
     from tokenmix_core.ops.causal_conv1d.forward import within as within

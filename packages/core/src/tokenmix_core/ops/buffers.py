@@ -25,6 +25,14 @@ def as_rows(x: Tensor) -> Tensor:
     return rows if rows.stride(1) == 1 or rows.shape[1] == 1 else rows.contiguous()
 
 
+def token_rows(x: Tensor) -> Tensor:
+    """Return x `[B, T, D]` if one stride separates all tokens and channels are contiguous; else a contiguous copy."""
+    B, T, _ = x.shape
+    rows = x.stride(2) == 1 and (B == 1 or x.stride(0) == T * x.stride(1))
+    # call `clone`, because `contiguous` returns a single token (T = 1) unchanged, whatever its stride
+    return x if rows else x.clone(memory_format=torch.contiguous_format)
+
+
 class Rows(NamedTuple):
     """Rows in memory: `count` rows of `size` adjacent elements, `stride` elements apart, from the address of `x` on."""
 

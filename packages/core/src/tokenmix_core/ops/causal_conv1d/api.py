@@ -64,9 +64,9 @@ def short_conv(
     """
     impl = _check(x, weight, bias, activation, initial_state, cu_seqlens, impl)
     if impl != "reference":
-        from tokenmix_core.ops.causal_conv1d.autograd import short_conv_triton
+        from tokenmix_core.ops.causal_conv1d.autograd import convolution
 
-        return short_conv_triton(x, weight, bias, activation, initial_state, cu_seqlens)
+        return ScanOutput(*convolution(x, weight, bias, activation, initial_state, cu_seqlens))
     return short_conv_reference(
         x, weight, bias, activation=activation, initial_state=initial_state, cu_seqlens=cu_seqlens
     )
@@ -132,14 +132,8 @@ def short_conv_prefill(
     Raises:
         ValueError: as for `short_conv` and `gated_delta_rule_prefill`.
     """
-    refuse_gradients("short_conv_prefill", x=x, weight=weight, bias=bias, state=state)
-    impl = _check_prefill(x, weight, bias, state, slots, fresh, activation, cu_seqlens, impl)
-    if impl != "reference":
-        from tokenmix_core.ops.causal_conv1d.autograd import prefill
-
-        return prefill(x, weight, bias, state, slots, fresh, activation, cu_seqlens)
-    run = partial(short_conv_reference, x, weight, bias, activation=activation, cu_seqlens=cu_seqlens)
-    return scan_at_slots(lambda before: run(initial_state=before), Pool(state, slots, fresh))
+    op = "short_conv_prefill"
+    return _prefill(op, [x], [weight], bias, [state], slots, fresh, activation, cu_seqlens, impl)[0]
 
 
 def short_convs_prefill(
@@ -167,18 +161,27 @@ def short_convs_prefill(
         ValueError: as for `short_conv_prefill`; or the counts of inputs, weights and states differ, or sizes do not
             fit.
     """
-    _check_number("short_convs_prefill", xs, weights, states)
+    op = "short_convs_prefill"
+    _check_number(op, xs, weights, states)
+    return tuple(_prefill(op, xs, weights, None, states, slots, fresh, activation, cu_seqlens, impl))
+
+
+def _prefill(op, xs, weights, bias, states, slots, fresh, activation, cu_seqlens, impl) -> Sequence[Tensor]:
+    """Validate and compute a prefill of one to three inputs; only a single one may have a bias."""
     given = [*zip(xs, weights, states, strict=True)]
     for x, weight, state in given:
-        refuse_gradients("short_convs_prefill", x=x, weight=weight, state=state)
-        backend = _check_prefill(x, weight, None, state, slots, fresh, activation, cu_seqlens, impl)
-    _check_alike("short_convs_prefill", xs, weights)
+        refuse_gradients(op, x=x, weight=weight, bias=bias, state=state)
+        backend = _check_prefill(x, weight, bias, state, slots, fresh, activation, cu_seqlens, impl)
+    _check_alike(op, xs, weights)
     if backend != "reference":
-        from tokenmix_core.ops.causal_conv1d.autograd import short_convs_prefill_triton
+        from tokenmix_core.ops.causal_conv1d.autograd import prefill_triton
 
-        return short_convs_prefill_triton(xs, weights, states, slots, fresh, activation, cu_seqlens)
-    options = {"slots": slots, "fresh": fresh, "activation": activation, "cu_seqlens": cu_seqlens, "impl": impl}
-    return tuple(short_conv_prefill(x, weight, None, state, **options) for x, weight, state in given)
+        return prefill_triton(xs, weights, bias, states, slots, fresh, activation, cu_seqlens)
+    outputs = []
+    for x, weight, state in given:
+        run = partial(short_conv_reference, x, weight, bias, activation=activation, cu_seqlens=cu_seqlens)
+        outputs.append(scan_at_slots(lambda before, run=run: run(initial_state=before), Pool(state, slots, fresh)))
+    return outputs
 
 
 @torch.no_grad()
@@ -208,12 +211,7 @@ def short_conv_step(
     Raises:
         ValueError: as for `short_conv`.
     """
-    impl = _check_step(x, weight, bias, state, slots, activation, impl)
-    if impl != "reference":
-        from tokenmix_core.ops.causal_conv1d.autograd import short_conv_step_triton
-
-        return short_conv_step_triton(x, weight, bias, state, activation, slots)
-    return at_slots(partial(short_conv_step_reference, weight, bias, activation), slots, (x,), (state,))
+    return _steps([x], [weight], bias, [state], slots, activation, impl)[0]
 
 
 @torch.no_grad()
@@ -241,16 +239,23 @@ def short_conv_steps(
         ValueError: as for `short_conv_step`; or the counts of inputs, weights and states differ, or sizes do not fit.
     """
     _check_number("short_conv_steps", xs, weights, states)
-    for x, weight, state in zip(xs, weights, states, strict=True):
-        backend = _check_step(x, weight, None, state, slots, activation, impl)
+    return tuple(_steps(xs, weights, None, states, slots, activation, impl))
+
+
+def _steps(xs, weights, bias, states, slots, activation, impl) -> Sequence[Tensor]:
+    """Validate and compute a decoding step of one to three inputs; only a single one may have a bias."""
+    given = [*zip(xs, weights, states, strict=True)]
+    for x, weight, state in given:
+        backend = _check_step(x, weight, bias, state, slots, activation, impl)
     _check_alike("short_conv_steps", xs, weights)
     if backend != "reference":
-        from tokenmix_core.ops.causal_conv1d.autograd import short_conv_steps_triton
+        from tokenmix_core.ops.causal_conv1d.autograd import steps_triton
 
-        return short_conv_steps_triton(xs, weights, states, activation, slots)
-    given = zip(xs, weights, states, strict=True)
-    options = {"slots": slots, "activation": activation, "impl": impl}
-    return tuple(short_conv_step(x, weight, None, state, **options) for x, weight, state in given)
+        return steps_triton(xs, weights, bias, states, activation, slots)
+    return [
+        at_slots(partial(short_conv_step_reference, weight, bias, activation), slots, (x,), (state,))
+        for x, weight, state in given
+    ]
 
 
 def _check_number(op: str, xs: Sequence, weights: Sequence, states: Sequence) -> None:
@@ -264,6 +269,8 @@ def _check_number(op: str, xs: Sequence, weights: Sequence, states: Sequence) ->
 
 def _check_alike(op: str, xs: Sequence[Tensor], weights: Sequence[Tensor]) -> None:
     """Raise a ValueError unless inputs agree in B, T, W, dtypes and device, because one launch convolves them all."""
+    if len(xs) == 1:
+        return
     # make a list instead of a set, because under tracing sizes are symbols, which cannot be hashed
     kinds = [
         (*x.shape[:-1], x.dtype, x.device, weight.shape[1], weight.dtype) for x, weight in zip(xs, weights, strict=True)

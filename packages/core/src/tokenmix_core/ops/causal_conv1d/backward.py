@@ -3,26 +3,31 @@
 # ruff would ask for starred tuples, which Triton does not support
 # ruff: noqa: RUF005
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from tokenmix_core.chunking import cdiv, chunk_slots, num_sequences
 from tokenmix_core.kernels.launch.launcher import cached_launch
 from tokenmix_core.kernels.triton.activations import sigmoid
 from tokenmix_core.kernels.triton.varlen import locate_chunk
+from tokenmix_core.ops.buffers import contiguous, token_rows
+from tokenmix_core.ops.causal_conv1d import tuning
 from tokenmix_core.ops.causal_conv1d.forward import (
     Channels,
     Run,
+    channel_counts,
     load_input,
     locate_channels,
     of_input,
     of_three,
     within,
 )
-from tokenmix_core.ops.causal_conv1d.tuning import Conv1dTile
+from tokenmix_core.ops.padding import zero_padding
 
 
 class Gradients(NamedTuple):
@@ -134,52 +139,31 @@ def convolve_backward(
 
 @cached_launch
 @triton.jit(do_not_specialize=["T", "N", "BT"])
-def short_conv_backward_kernel(
-    x, weight, bias, initial_state, do, final_gradient, dx, dsums, initial_gradient, cu_seqlens,
-    stride_x, stride_do, T, N, BT, D,
-    W: tl.constexpr, BD: tl.constexpr, BU: tl.constexpr, SILU: tl.constexpr, PACKED: tl.constexpr,
-):  # fmt: skip
-    """Compute the gradients for BT tokens of BD channels of `short_conv`'s single input."""
-    i_c = tl.program_id(0)
-    i_n, begin, length, first = locate_chunk(i_c, T, BT, N, cu_seqlens, PACKED)
-    channels = Channels(x, weight, bias, initial_state, stride_x, D)
-    gradients = Gradients(do, stride_do, final_gradient, dx, initial_gradient)
-    convolve_backward(
-        channels, Run(i_n, begin, length, first, BT), gradients, PartialSums(dsums, i_c, D), tl.program_id(1), W, BD,
-        BU, SILU,
-    )  # fmt: skip
-
-
-@cached_launch
-@triton.jit(do_not_specialize=["T", "N", "BT"])
 def short_convs_backward_kernel(
-    x0, x1, x2, weight0, weight1, weight2, initial0, initial1, initial2, do0, do1, do2, dfinal0, dfinal1, dfinal2,
-    dx0, dx1, dx2, dinitial0, dinitial1, dinitial2, dsums, cu_seqlens,
+    x0, x1, x2, weight0, weight1, weight2, bias, initial0, initial1, initial2, do0, do1, do2, dfinal0, dfinal1, dfinal2,
+    dx0, dx1, dx2, dsums, dinitial0, dinitial1, dinitial2, cu_seqlens,
     stride0, stride1, stride2, stride_do0, stride_do1, stride_do2, T, N, BT, D0, D1, D2,
     W: tl.constexpr, BD: tl.constexpr, BU: tl.constexpr, SILU: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
-    """Compute the gradients for BT tokens of BD channels of one of two or three inputs.
-
-    `dsums` has the channels of all inputs; with two inputs the third has none.
-    """
+    """Compute the gradients for BT tokens of BD channels of one to three inputs; `dsums` has the channels of all."""
     i_c = tl.program_id(0)
     i_n, begin, length, first = locate_chunk(i_c, T, BT, N, cu_seqlens, PACKED)
-    i_x, i_d = locate_channels(tl.program_id(1), tl.cdiv(D0, BD), tl.cdiv(D1, BD))
-    initial_state, initial_gradient, final_gradient = None, None, None
-    if initial0 is not None:
-        initial_state = of_input(i_x, initial0, initial1, initial2)
-        initial_gradient = of_input(i_x, dinitial0, dinitial1, dinitial2)
-    if dfinal0 is not None:
-        final_gradient = of_input(i_x, dfinal0, dfinal1, dfinal2)
+    i_x, i_d = locate_channels(tl.program_id(1), D0, D1, BD)
+    initial_state = of_input(i_x, initial0, initial1, initial2)
+    initial_gradient = of_input(i_x, dinitial0, dinitial1, dinitial2)
+    final_gradient = of_input(i_x, dfinal0, dfinal1, dfinal2)
     channels = Channels(
-        of_input(i_x, x0, x1, x2), of_input(i_x, weight0, weight1, weight2), None, initial_state,
+        of_input(i_x, x0, x1, x2), of_input(i_x, weight0, weight1, weight2), bias, initial_state,
         of_input(i_x, stride0, stride1, stride2), of_input(i_x, D0, D1, D2),
     )  # fmt: skip
     gradients = Gradients(
         of_input(i_x, do0, do1, do2), of_input(i_x, stride_do0, stride_do1, stride_do2), final_gradient,
         of_input(i_x, dx0, dx1, dx2), initial_gradient,
     )  # fmt: skip
-    partial = PartialSums(dsums + of_input(i_x, 0, D0, D0 + D1), i_c, D0 + D1 + D2)
+    if D1 is None:
+        partial = PartialSums(dsums, i_c, D0)
+    else:
+        partial = PartialSums(dsums + of_input(i_x, 0, D0, D0 + D1), i_c, D0 + D1 + D2)
     convolve_backward(channels, Run(i_n, begin, length, first, BT), gradients, partial, i_d, W, BD, BU, SILU)
 
 
@@ -201,47 +185,41 @@ def short_conv_sums_kernel(dsums, dweight, dbias, runs, D, W: tl.constexpr, BR: 
         tl.store(dbias + o_d, b_sum.to(dbias.dtype.element_ty), mask=m_d)
 
 
-def short_conv_backward(x, weight, bias, activation, initial_state, cu_seqlens, do, final_gradient, config: Conv1dTile):
-    """Return the gradients of x, weight, bias and initial state; None for an absent bias or state."""
-    B, T, D = x.shape
-    W = weight.shape[1]
-    N = num_sequences(x, cu_seqlens)
-    runs = chunk_slots(B, T, config.BT, cu_seqlens)
-    dx = torch.empty((B, T, D), dtype=x.dtype, device=x.device)
-    # sum over the tokens of each run, then over runs, in a fixed order, so that results are reproducible
-    dsums = torch.empty((runs, W + 1, D), dtype=torch.float32, device=x.device)
-    initial_gradient = None if initial_state is None else torch.empty_like(initial_state)
-    short_conv_backward_kernel[(runs, cdiv(D, config.BD))](
-        x=x, weight=weight, bias=bias, initial_state=initial_state, do=do, final_gradient=final_gradient, dx=dx,
-        dsums=dsums, initial_gradient=initial_gradient, cu_seqlens=cu_seqlens, stride_x=x.stride(1),
-        stride_do=do.stride(1), T=T, N=N, BT=config.BT, D=D, W=W, BD=config.BD, BU=config.BU,
-        SILU=activation == "silu", PACKED=cu_seqlens is not None, num_warps=1,
-    )  # fmt: skip
-    dweight = torch.empty_like(weight)
-    dbias = None if bias is None else torch.empty_like(bias)
-    sum_runs(dsums, dweight, dbias)
-    return dx, dweight, dbias, initial_gradient
+def short_convs_backward(
+    xs: Sequence[Tensor], weights: Sequence[Tensor], bias: Tensor | None, activation: str | None,
+    initial_states: Sequence[Tensor] | None, cu_seqlens: Tensor | None, dos: Sequence[Tensor],
+    final_gradients: Sequence[Tensor] | None,
+) -> tuple[list[Tensor], Tensor, Tensor | None, list[Tensor]]:  # fmt: skip
+    """Return the gradients of one to three inputs, their weights, the bias and the initial states.
 
-
-def short_convs_backward(xs, weights, activation, initial_states, cu_seqlens, dos, final_gradients, config):
-    """Return the gradients of inputs, of all weights in one tensor `[sum of D, W]`, and of initial states (or None)."""
+    The weights have one gradient `[sum of D, W]`; without a bias its gradient is None, and without initial states the
+    list of their gradients is empty.
+    """
+    xs, dos = ([token_rows(x) for x in tensors] for tensors in (xs, dos))
+    weights, bias = [w.contiguous() for w in weights], contiguous(bias)
+    initial_states, final_gradients = (
+        None if tensors is None else [x.contiguous() for x in tensors] for tensors in (initial_states, final_gradients)
+    )
     (B, T, _), W = xs[0].shape, weights[0].shape[1]
-    N, device = num_sequences(xs[0], cu_seqlens), xs[0].device
-    sizes = [x.shape[2] for x in xs]
+    sizes, device = channel_counts(xs), xs[0].device
+    config = tuning.conv1d_backward_tile(B * T, sum(sizes))
     runs = chunk_slots(B, T, config.BT, cu_seqlens)
     dxs = [torch.empty(x.shape, dtype=x.dtype, device=device) for x in xs]
+    # sum over the tokens of each run, then over runs, in a fixed order, so that results are reproducible
     dsums = torch.empty((runs, W + 1, sum(sizes)), dtype=torch.float32, device=device)
-    initial_gradients = None if initial_states is None else [torch.empty_like(x) for x in initial_states]
+    initial_gradients = [torch.empty_like(x) for x in initial_states or ()]
     short_convs_backward_kernel[(runs, sum(cdiv(D, config.BD) for D in sizes))](
-        **of_three(x=xs, weight=weights, initial=initial_states, do=dos, dfinal=final_gradients, dx=dxs),
-        **of_three(dinitial=initial_gradients, D=[*sizes, 0]),
-        **of_three(stride=[x.stride(1) for x in xs], stride_do=[x.stride(1) for x in dos]),
-        dsums=dsums, cu_seqlens=cu_seqlens, T=T, N=N, BT=config.BT, W=W, BD=config.BD, BU=config.BU,
-        SILU=activation == "silu", PACKED=cu_seqlens is not None, num_warps=1,
+        **of_three(x=xs, weight=weights, initial=initial_states, do=dos, dfinal=final_gradients, dx=dxs, D=sizes),
+        **of_three(dinitial=initial_gradients or None),
+        **of_three(stride=[x.stride(1) for x in xs], stride_do=[x.stride(1) for x in dos]), bias=bias,
+        dsums=dsums, cu_seqlens=cu_seqlens, T=T, N=num_sequences(xs[0], cu_seqlens), BT=config.BT, W=W, BD=config.BD,
+        BU=config.BU, SILU=activation == "silu", PACKED=cu_seqlens is not None, num_warps=1,
     )  # fmt: skip
     dweights = torch.empty((sum(sizes), W), dtype=weights[0].dtype, device=device)
-    sum_runs(dsums, dweights, None)
-    return dxs, dweights, initial_gradients
+    dbias = None if bias is None else torch.empty_like(bias)
+    sum_runs(dsums, dweights, dbias)
+    zero_padding(cu_seqlens, *dxs)
+    return dxs, dweights, dbias, initial_gradients
 
 
 def sum_runs(dsums, dweight, dbias) -> None:

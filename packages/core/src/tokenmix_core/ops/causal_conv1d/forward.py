@@ -20,8 +20,10 @@ from tokenmix_core.kernels.launch.launcher import cached_launch
 from tokenmix_core.kernels.pdl import gdc_launch_and_wait
 from tokenmix_core.kernels.triton.activations import sigmoid
 from tokenmix_core.kernels.triton.varlen import locate_chunk, locate_slot
-from tokenmix_core.ops.causal_conv1d.tuning import Conv1dTile
-from tokenmix_core.ops.slots import Pool, pool_strides, slot_arguments, slot_stride
+from tokenmix_core.ops.buffers import contiguous, token_rows
+from tokenmix_core.ops.causal_conv1d import tuning
+from tokenmix_core.ops.padding import zero_padding
+from tokenmix_core.ops.slots import Pool, pool_strides, slot_stride
 
 
 class Channels(NamedTuple):
@@ -138,130 +140,101 @@ def convolve(
             tl.store(final_state + o_state + w, b_last.to(final_state.dtype.element_ty), mask=m_d)
 
 
-@cached_launch
-@triton.jit(do_not_specialize=["T", "N", "BT"])
-def short_conv_forward_kernel(
-    x, weight, bias, initial_state, o, final_state, cu_seqlens, slots, fresh, stride_state, stride_x, T, N, BT, D,
-    W: tl.constexpr, BD: tl.constexpr, BU: tl.constexpr, SILU: tl.constexpr, PACKED: tl.constexpr,
-):  # fmt: skip
-    """Compute `short_conv` (one input) for BT tokens of BD channels."""
-    i_n, begin, length, first = locate_chunk(tl.program_id(0), T, BT, N, cu_seqlens, PACKED)
-    # an empty sequence also has one run, which copies the initial state to the final state
-    if first >= tl.maximum(length, 1):
-        return
-    channels = Channels(x, weight, bias, initial_state, stride_x, D)
-    run = Run(i_n, begin, length, first, BT)
-    given = Slots(slots, fresh, stride_state)
-    convolve(channels, run, o, final_state, given, tl.program_id(1), W, BD, BU, SILU)
-
-
-@triton.jit
-def locate_channels(i_d, n0, n1):
-    """Return the input to which block `i_d` of all channels belongs, and the block's index in it.
-
-    The first two inputs have `n0` and `n1` blocks of channels.
-    """
-    i_x = (i_d >= n0).to(tl.int32) + (i_d >= n0 + n1).to(tl.int32)
-    return i_x, i_d - tl.where(i_x > 0, n0, 0) - tl.where(i_x > 1, n1, 0)
-
-
 @triton.jit
 def of_input(i_x, x0, x1, x2):
-    """Return `x0`, `x1` or `x2` for input index `i_x` = 0, 1 or 2; the three are pointers of one type, or integers."""
-    return tl.where(i_x == 0, x0, tl.where(i_x == 1, x1, x2))
+    """Return `x0`, `x1` or `x2` for input index `i_x` = 0, 1 or 2; `x0` if the call has one input (`x1` is None).
+
+    The three are pointers of one type, or integers; or all None.
+    """
+    if x1 is None:
+        return x0
+    else:
+        return tl.where(i_x == 0, x0, tl.where(i_x == 1, x1, x2))
+
+
+@triton.jit
+def locate_channels(i_d, D0, D1, BD: tl.constexpr):
+    """Return the input to which block `i_d` of BD channels belongs, and the block's index in it; D1: see `of_input`."""
+    if D1 is None:
+        return 0, i_d
+    else:
+        n0, n1 = tl.cdiv(D0, BD), tl.cdiv(D1, BD)
+        i_x = (i_d >= n0).to(tl.int32) + (i_d >= n0 + n1).to(tl.int32)
+        return i_x, i_d - tl.where(i_x > 0, n0, 0) - tl.where(i_x > 1, n1, 0)
 
 
 @cached_launch
 @triton.jit(do_not_specialize=["T", "N", "BT"])
 def short_convs_forward_kernel(
-    x0, x1, x2, weight0, weight1, weight2, initial0, initial1, initial2, o0, o1, o2, final0, final1, final2,
+    x0, x1, x2, weight0, weight1, weight2, bias, initial0, initial1, initial2, o0, o1, o2, final0, final1, final2,
     cu_seqlens, slots, fresh, stride_state0, stride_state1, stride_state2, stride0, stride1, stride2,
     T, N, BT, D0, D1, D2,
     W: tl.constexpr, BD: tl.constexpr, BU: tl.constexpr, SILU: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
-    """Convolve BT tokens of BD channels of one of three inputs, of which the third may have 0 channels."""
+    """Convolve BT tokens of BD channels of one to three inputs (`of_three`); only a single input has a bias."""
     i_n, begin, length, first = locate_chunk(tl.program_id(0), T, BT, N, cu_seqlens, PACKED)
+    # an empty sequence also has one run, which copies the initial state to the final state
     if first >= tl.maximum(length, 1):
         return
-    i_x, i_d = locate_channels(tl.program_id(1), tl.cdiv(D0, BD), tl.cdiv(D1, BD))
-    initial_state = None
-    if initial0 is not None:
-        initial_state = of_input(i_x, initial0, initial1, initial2)
+    i_x, i_d = locate_channels(tl.program_id(1), D0, D1, BD)
+    initial_state = of_input(i_x, initial0, initial1, initial2)
     channels = Channels(
-        of_input(i_x, x0, x1, x2), of_input(i_x, weight0, weight1, weight2), None, initial_state,
+        of_input(i_x, x0, x1, x2), of_input(i_x, weight0, weight1, weight2), bias, initial_state,
         of_input(i_x, stride0, stride1, stride2), of_input(i_x, D0, D1, D2),
     )  # fmt: skip
     o, final_state = of_input(i_x, o0, o1, o2), of_input(i_x, final0, final1, final2)
     run = Run(i_n, begin, length, first, BT)
-    stride_state = None
-    if slots is not None:
-        stride_state = of_input(i_x, stride_state0, stride_state1, stride_state2)
-    given = Slots(slots, fresh, stride_state)
+    given = Slots(slots, fresh, of_input(i_x, stride_state0, stride_state1, stride_state2))
     convolve(channels, run, o, final_state, given, i_d, W, BD, BU, SILU)
 
 
-def tile_in_slots(config: Conv1dTile, W: int) -> Conv1dTile:
-    """Return a tile with which only the first program of a sequence reads the initial state, as `convolve` requires."""
-    return config._replace(BT=max(config.BT, W - 1))
-
-
-def short_conv_forward(
-    x, weight, bias, activation, initial_state, cu_seqlens, config: Conv1dTile, pool: Pool | None = None
-):
-    """Return o `[B, T, D]` and each sequence's last inputs `[N, D, W − 1]`; one stride must separate x's tokens.
-
-    With `pool`, its slots have the inputs before each sequence, and the last inputs overwrite them.
-    """
-    B, T, D = x.shape
-    W = weight.shape[1]
-    N = num_sequences(x, cu_seqlens)
-    o = torch.empty((B, T, D), dtype=x.dtype, device=x.device)
-    if pool is None:
-        final_state = torch.empty((N, D, W - 1), dtype=x.dtype, device=x.device)
-    else:
-        initial_state = final_state = pool.state
-        config = tile_in_slots(config, W)
-    short_conv_forward_kernel[(chunk_slots(B, T, config.BT, cu_seqlens), cdiv(D, config.BD))](
-        x=x, weight=weight, bias=bias, initial_state=initial_state, o=o, final_state=final_state,
-        cu_seqlens=cu_seqlens, **slot_arguments(pool), stride_x=x.stride(1), T=T, N=N, BT=config.BT, D=D, W=W,
-        BD=config.BD, BU=config.BU, SILU=activation == "silu", PACKED=cu_seqlens is not None, num_warps=1,
-    )  # fmt: skip
-    return o, final_state
-
-
 def of_three(**each: Sequence | None) -> dict[str, Any]:
-    """Return kernel arguments `name0` to `name2` from sequences of two or three values; None becomes None three times.
+    """Return kernel arguments `name0` to `name2` from sequences of one to three values; None becomes None three times.
 
-    If there are two inputs, the kernel's third input gets the values of the first, but has no channels and is not read.
+    The second and third argument of a single input are None. If there are two inputs, the kernel's third input gets the
+    values of the first, but has no channels (`channel_counts`) and is not read.
     """
     given = {name: [None] if values is None else values for name, values in each.items()}
-    return {f"{name}{i}": x for name, v in given.items() for i, x in enumerate([*v, v[0], v[0]][:3])}
+    fill = {name: v[0] if len(v) > 1 else None for name, v in given.items()}
+    return {f"{name}{i}": x for name, v in given.items() for i, x in enumerate([*v, fill[name], fill[name]][:3])}
+
+
+def channel_counts(xs: Sequence[Tensor]) -> list[int]:
+    """Return the numbers of channels of one to three inputs, for `of_three`; after two inputs a third one of 0."""
+    sizes = [x.shape[-1] for x in xs]
+    return [*sizes, 0] if len(sizes) == 2 else sizes
 
 
 def short_convs_forward(
-    xs, weights, activation, initial_states, cu_seqlens, config: Conv1dTile, pools: Sequence[Pool] | None = None
-):
-    """Return o `[B, T, D]`, and each sequence's last inputs `[N, D, W − 1]`, for each of two or three inputs.
+    xs: Sequence[Tensor], weights: Sequence[Tensor], bias: Tensor | None, activation: str | None,
+    initial_states: Sequence[Tensor] | None, cu_seqlens: Tensor | None, pools: Sequence[Pool] | None = None,
+) -> tuple[list[Tensor], list[Tensor]]:  # fmt: skip
+    """Return o `[B, T, D]`, and each sequence's last inputs `[N, D, W − 1]`, for each of one to three inputs.
 
-    `pools` are as for `short_conv_forward`, with equal slots.
+    With `pools`, which have equal slots, these slots have the inputs before each sequence, and the last inputs
+    overwrite them.
     """
+    xs, weights, bias = [token_rows(x) for x in xs], [w.contiguous() for w in weights], contiguous(bias)
     (B, T, _), W = xs[0].shape, weights[0].shape[1]
-    N, device = num_sequences(xs[0], cu_seqlens), xs[0].device
-    outputs = [torch.empty(x.shape, dtype=x.dtype, device=device) for x in xs]
+    sizes, N = channel_counts(xs), num_sequences(xs[0], cu_seqlens)
+    config = tuning.conv1d_forward_tile(B * T, sum(sizes))
+    outputs = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in xs]
     if pools is None:
-        final_states = [torch.empty((N, x.shape[2], W - 1), dtype=x.dtype, device=device) for x in xs]
+        initial_states = None if initial_states is None else [x.contiguous() for x in initial_states]
+        final_states = [torch.empty((N, x.shape[2], W - 1), dtype=x.dtype, device=x.device) for x in xs]
     else:
         initial_states = final_states = [pool.state for pool in pools]
-        config = tile_in_slots(config, W)
-    sizes = [x.shape[2] for x in xs]
-    channels = sum(cdiv(D, config.BD) for D in sizes)
-    short_convs_forward_kernel[(chunk_slots(B, T, config.BT, cu_seqlens), channels)](
-        **of_three(x=xs, weight=weights, initial=initial_states, o=outputs, final=final_states),
-        **of_three(stride=[x.stride(1) for x in xs], D=[*sizes, 0], stride_state=pool_strides(pools)),
+        # only the first program of a sequence may read the initial state, as `convolve` requires
+        config = config._replace(BT=max(config.BT, W - 1))
+    blocks = sum(cdiv(D, config.BD) for D in sizes)
+    short_convs_forward_kernel[(chunk_slots(B, T, config.BT, cu_seqlens), blocks)](
+        **of_three(x=xs, weight=weights, initial=initial_states, o=outputs, final=final_states, D=sizes),
+        **of_three(stride=[x.stride(1) for x in xs], stride_state=pool_strides(pools)), bias=bias,
         slots=None if pools is None else pools[0].slots, fresh=None if pools is None else pools[0].fresh,
         cu_seqlens=cu_seqlens, T=T, N=N, BT=config.BT, W=W, BD=config.BD, BU=config.BU, SILU=activation == "silu",
         PACKED=cu_seqlens is not None, num_warps=1,
     )  # fmt: skip
+    zero_padding(cu_seqlens, *outputs)
     return outputs, final_states
 
 
@@ -301,63 +274,41 @@ def step_channels(channels, o, slots, stride_state, i_b, i_d, W: tl.constexpr, B
 
 @cached_launch
 @triton.jit
-def short_conv_step_kernel(
-    x, weight, bias, state, slots, o, stride_x, stride_state, D, W: tl.constexpr, BD: tl.constexpr, SILU: tl.constexpr,
-    PDL: tl.constexpr = False,
-):  # fmt: skip
-    """Run `short_conv_step` (one input, one token) for BD channels of a sequence; update the state."""
-    gdc_launch_and_wait(PDL)
-    i_b, i_d = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    step_channels(Channels(x, weight, bias, state, stride_x, D), o, slots, stride_state, i_b, i_d, W, BD, SILU)
-
-
-@cached_launch
-@triton.jit
 def short_conv_steps_kernel(
-    x0, x1, x2, weight0, weight1, weight2, state0, state1, state2, slots, o0, o1, o2,
+    x0, x1, x2, weight0, weight1, weight2, bias, state0, state1, state2, slots, o0, o1, o2,
     stride0, stride1, stride2, stride_state0, stride_state1, stride_state2, D0, D1, D2,
     W: tl.constexpr, BD: tl.constexpr, SILU: tl.constexpr,
     PDL: tl.constexpr = False,
 ):  # fmt: skip
-    """Run `short_conv_steps`: one token, BD channels of a sequence, one of three inputs; the third may be absent."""
+    """Convolve one token, BD channels of a sequence, of one to three inputs; only a single input has a bias."""
     gdc_launch_and_wait(PDL)
     i_b, i_d = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    n0, n1 = tl.cdiv(D0, BD), tl.cdiv(D1, BD)
-    if i_d < n0:
-        channels = Channels(x0, weight0, None, state0, stride0, D0)
+    channels = Channels(x0, weight0, bias, state0, stride0, D0)
+    if x1 is None:
         step_channels(channels, o0, slots, stride_state0, i_b, i_d, W, BD, SILU)
-    elif i_d < n0 + n1:
-        channels = Channels(x1, weight1, None, state1, stride1, D1)
-        step_channels(channels, o1, slots, stride_state1, i_b, i_d - n0, W, BD, SILU)
     else:
-        channels = Channels(x2, weight2, None, state2, stride2, D2)
-        step_channels(channels, o2, slots, stride_state2, i_b, i_d - n0 - n1, W, BD, SILU)
+        n0, n1 = tl.cdiv(D0, BD), tl.cdiv(D1, BD)
+        if i_d < n0:
+            step_channels(channels, o0, slots, stride_state0, i_b, i_d, W, BD, SILU)
+        elif i_d < n0 + n1:
+            channels = Channels(x1, weight1, None, state1, stride1, D1)
+            step_channels(channels, o1, slots, stride_state1, i_b, i_d - n0, W, BD, SILU)
+        else:
+            channels = Channels(x2, weight2, None, state2, stride2, D2)
+            step_channels(channels, o2, slots, stride_state2, i_b, i_d - n0 - n1, W, BD, SILU)
 
 
 def short_conv_steps(
-    xs: list[Tensor], weights: list[Tensor], states: list[Tensor], activation: str | None, slots: Tensor | None
-) -> list[Tensor]:
-    """Return o `[B, D]` of one token for each of two or three inputs; `states`, or their `slots`, are updated."""
-    BD, W = 256, weights[0].shape[1]
+    xs: Sequence[Tensor], weights: Sequence[Tensor], bias: Tensor | None, states: Sequence[Tensor],
+    activation: str | None, slots: Tensor | None,
+) -> list[Tensor]:  # fmt: skip
+    """Return o `[B, D]` of one token for each of one to three inputs; `states`, or their `slots`, are updated."""
+    xs = [x if x.stride(1) == 1 else x.contiguous() for x in xs]
+    weights, sizes, BD = [w.contiguous() for w in weights], channel_counts(xs), 256
     outputs = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in xs]
-    sizes = [x.shape[1] for x in xs]
     short_conv_steps_kernel[(len(xs[0]), sum(cdiv(D, BD) for D in sizes))](
-        **of_three(x=xs, weight=weights, state=states, o=outputs, stride=[x.stride(0) for x in xs], D=[*sizes, 0]),
-        **of_three(stride_state=[slot_stride(slots, state) for state in states]), slots=slots, W=W, BD=BD,
-        SILU=activation == "silu", num_warps=2,
+        **of_three(x=xs, weight=weights, state=states, o=outputs, stride=[x.stride(0) for x in xs], D=sizes),
+        **of_three(stride_state=[slot_stride(slots, state) for state in states]), bias=contiguous(bias),
+        slots=contiguous(slots), W=weights[0].shape[1], BD=BD, SILU=activation == "silu", num_warps=2,
     )  # fmt: skip
     return outputs
-
-
-def short_conv_step(
-    x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor, activation: str | None, slots: Tensor | None
-) -> Tensor:
-    """Return o `[B, D]` of one token; `state`, or its `slots`, are updated."""
-    B, D = x.shape
-    o = torch.empty((B, D), dtype=x.dtype, device=x.device)
-    BD = 256
-    short_conv_step_kernel[(B, cdiv(D, BD))](
-        x=x, weight=weight, bias=bias, state=state, slots=slots, o=o, stride_x=x.stride(0),
-        stride_state=slot_stride(slots, state), D=D, W=weight.shape[1], BD=BD, SILU=activation == "silu", num_warps=2,
-    )  # fmt: skip
-    return o

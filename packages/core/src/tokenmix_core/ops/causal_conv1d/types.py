@@ -67,24 +67,6 @@ class PrefillInputs(NamedTuple):
     cu_seqlens: Tensor | None
 
 
-class PrefillsInputs(NamedTuple):
-    """Arguments of `short_convs_prefill`, for two or three inputs; slots of the states are overwritten."""
-
-    x0: Tensor
-    x1: Tensor
-    x2: Tensor | None
-    weight0: Tensor
-    weight1: Tensor
-    weight2: Tensor | None
-    state0: Tensor
-    state1: Tensor
-    state2: Tensor | None
-    slots: Tensor
-    fresh: Tensor | None
-    activation: str | None
-    cu_seqlens: Tensor | None
-
-
 class StepInputs(NamedTuple):
     """Arguments of `short_conv_step`; `state` is overwritten."""
 
@@ -96,8 +78,8 @@ class StepInputs(NamedTuple):
     slots: Tensor | None = None
 
 
-class StepsInputs(NamedTuple):
-    """Arguments of `short_conv_steps`, for two or three inputs; the states are overwritten."""
+class SeveralStates(NamedTuple):
+    """Tensors of two or three inputs; the states, or their slots, are overwritten."""
 
     x0: Tensor
     x1: Tensor
@@ -108,5 +90,21 @@ class StepsInputs(NamedTuple):
     state0: Tensor
     state1: Tensor
     state2: Tensor | None
+
+
+class PrefillsInputs(NamedTuple):
+    """Arguments of `short_convs_prefill`."""
+
+    tensors: SeveralStates
+    slots: Tensor
+    fresh: Tensor | None
+    activation: str | None
+    cu_seqlens: Tensor | None
+
+
+class StepsInputs(NamedTuple):
+    """Arguments of `short_conv_steps`."""
+
+    tensors: SeveralStates
     activation: str | None
     slots: Tensor | None = None
