@@ -305,8 +305,8 @@ class Operations(TorchDispatchMode):
 @pytest.mark.parametrize(
     ("run", "inputs"),
     [
-        ("rms_norm_kernels._run", (z(2, 5, 8), z(2, 5, 8), z(8), 1e-6, torch.float32)),
-        ("rms_norm_kernels._run_gated", (z(2, 5, 8), z(2, 5, 8), z(8), 1e-6, False, 8, torch.float32)),
+        ("rms_norm_kernels._run", (z(2, 5, 8), z(2, 5, 8), None, z(8), 1e-6, 8, False, torch.float32)),
+        ("rms_norm_kernels._run", (z(2, 5, 8), None, z(2, 5, 8), z(8), 1e-6, 8, False, torch.float32)),
         ("swiglu_kernels.swiglu_forward", (z(2, 5, 8), z(2, 5, 8))),
         ("rotary_kernels._run", (z(2, 5, 4, 8), None, z(1, 5, 4), z(1, 5, 4), 1e-6)),
         ("gdn_gates_kernels._forward", (z(2, 5, 8), z(2, 5, 8), z(8), z(8), 1.0)),

@@ -94,7 +94,7 @@ def rms_norm(
         return NormOutput(*rms_norm_reference(x, weight, branch, eps, dtype))
     from tokenmix_core.ops.fused.rms_norm_kernels import rms_norm_triton
 
-    y, *total = rms_norm_triton(x, branch, weight, eps, dtype)
+    y, *total = rms_norm_triton(x, branch, None, weight, eps, x.shape[-1], False, dtype)
     return NormOutput(y, *(total or (x,)))
 
 
@@ -139,7 +139,7 @@ def gated_rms_norm(
         return gated_rms_norm_reference(x=x, z=z, weight=weight, eps=eps, gate=gate, size=size, dtype=dtype)
     from tokenmix_core.ops.fused.rms_norm_kernels import gated_rms_norm_triton
 
-    return gated_rms_norm_triton(x, z, weight, eps, gate == "before", size, dtype)
+    return gated_rms_norm_triton(x, None, z, weight, eps, size, gate == "before", dtype)[0]
 
 
 def _check_same(op: str, x: Tensor, **other: Tensor | None) -> None:

@@ -133,8 +133,8 @@ def _rows(x: Tensor | None) -> tuple[Tensor | None, int]:
     return rows.x, rows.stride
 
 
-def _forward(x, branch, z, weight, eps, size, before, dtype) -> tuple[Tensor, Tensor | None]:
-    """Return y, and x + branch if there is a branch; all are `[*, groups · size]`.
+def _run(x, branch, z, weight, eps, size, before, dtype) -> tuple[Tensor, ...]:
+    """Return y and, if there is a branch, x + branch; all are `[*, groups · size]`.
 
     If `before`, the gate silu(z) multiplies the norm's input, else its output.
     """
@@ -151,10 +151,10 @@ def _forward(x, branch, z, weight, eps, size, before, dtype) -> tuple[Tensor, Te
         stride_branch=stride_branch, stride_z=stride_z, rows=rows, groups=groups, eps=eps, SIZE=size, BM=tile.BM,
         BD=tile.BD, PARTS=parts > 1, BEFORE=before, AFTER=z is not None and not before, num_warps=tile.num_warps,
     )  # fmt: skip
-    return y, total
+    return (y,) if total is None else (y, total)
 
 
-def _gradients_of(
+def _backward(
     h, z, weight, dy, dtotal, eps, size, before, dtype, branch_dtype
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor]:
     """Return dx in `dtype`, dbranch in `branch_dtype`, dz and dweight; `h` is x, or x + branch.
@@ -182,57 +182,26 @@ def _gradients_of(
     return dx, dbranch, dz, dweights.sum(0).to(weight.dtype)
 
 
-def _run(x, branch, weight, eps, dtype):
-    y, total = _forward(x, branch, None, weight, eps, x.shape[-1], False, dtype)
-    return (y,) if total is None else (y, total)
+_replayed = Replayed(_backward)
 
 
 def _save(ctx, inputs, output) -> None:
-    x, branch, weight, ctx.eps, _ = inputs
-    ctx.save_for_backward(x if branch is None else output[1], weight)
+    x, branch, z, weight, *ctx.options, _ = inputs
+    ctx.save_for_backward(x if branch is None else output[1], z, weight)
     ctx.dtypes = x.dtype, None if branch is None else branch.dtype
     ctx.set_materialize_grads(False)
 
 
-def _backward(h, weight, dy, dtotal, eps, dtype, branch_dtype):
-    size = h.shape[-1]
-    dx, dbranch, _, dweight = _gradients_of(h, None, weight, dy, dtotal, eps, size, False, dtype, branch_dtype)
-    return dx, dbranch, dweight
-
-
-_replayed = Replayed(_backward)
-
-
 def _gradients(ctx, dy, dtotal=None):
-    h, weight = ctx.saved_tensors
+    h, z, weight = ctx.saved_tensors
     dtype, branch_dtype = ctx.dtypes
     if dy is None:
         assert dtotal is not None, "at least one result was used"
-        return dtotal.to(dtype), None if branch_dtype is None else dtotal.to(branch_dtype), None, None, None
-    return *_replayed(h, weight, dy, dtotal, ctx.eps, dtype, branch_dtype), None, None
-
-
-def _run_gated(x, z, weight, eps, before, size, dtype) -> Tensor:
-    return _forward(x, None, z, weight, eps, size, before, dtype)[0]
-
-
-def _save_gated(ctx, inputs, output) -> None:
-    x, z, weight, *ctx.options = inputs
-    ctx.save_for_backward(x, z, weight)
-
-
-def _backward_gated(x, z, weight, dy, eps, before, size):
-    dx, _, dz, dweight = _gradients_of(x, z, weight, dy, None, eps, size, before, x.dtype, None)
-    return dx, dz, dweight
-
-
-_replayed_gated = Replayed(_backward_gated)
-
-
-def _gradients_gated(ctx, dy):
-    eps, before, size, _ = ctx.options
-    return *_replayed_gated(*ctx.saved_tensors, dy, eps, before, size), None, None, None, None
+        grads = dtotal.to(dtype), None if branch_dtype is None else dtotal.to(branch_dtype), None, None
+    else:
+        grads = _replayed(h, z, weight, dy, dtotal, *ctx.options, dtype, branch_dtype)
+    return *grads, None, None, None, None
 
 
 rms_norm_triton = eager_function("rms_norm", _run, _save, _gradients)
-gated_rms_norm_triton = eager_function("gated_rms_norm", _run_gated, _save_gated, _gradients_gated)
+gated_rms_norm_triton = eager_function("gated_rms_norm", _run, _save, _gradients)
