@@ -144,3 +144,12 @@ def check_cu_seqlens(op: str, cu_seqlens: Tensor | None, batch: int, tokens: int
                 f"got {cu_seqlens.tolist()[:16]}"
             )
     return cu_seqlens.numel() - 1
+
+
+def check_packed_queries(op: str, dims: dict[str, int], q: Tensor, cu_seqlens: Tensor | None) -> None:
+    """Check the boundaries of a packed batch of attention, which has as many queries (TQ) as keys (TK)."""
+    check_cu_seqlens(op, cu_seqlens, dims["B"], dims["TQ"])
+    if cu_seqlens is not None:
+        bind_shapes(op, {}, q=(q, "B TQ HQ K"), cu_seqlens=(cu_seqlens, "N_plus_1"))
+        if dims["TQ"] != dims["TK"]:
+            raise ValueError(f"{op}: cu_seqlens needs as many queries as keys, got TQ={dims['TQ']} and TK={dims['TK']}")

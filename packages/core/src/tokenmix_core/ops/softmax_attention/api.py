@@ -211,11 +211,7 @@ def _check(q, k, v, cu_seqlens, causal, window, sinks, scale, impl) -> tuple[Mas
     op = "attention"
     dims = checks.bind_shapes(op, {}, q=(q, "B TQ HQ K"), k=(k, "B TK H K"), v=(v, "B TK H V"))
     mask, scale = _check_options(op, dims, q, k, v, causal, window, sinks, scale)
-    checks.check_cu_seqlens(op, cu_seqlens, dims["B"], dims["TQ"])
-    if cu_seqlens is not None:
-        checks.bind_shapes(op, {}, q=(q, "B TQ HQ K"), cu_seqlens=(cu_seqlens, "N_plus_1"))
-        if dims["TQ"] != dims["TK"]:
-            raise ValueError(f"{op}: cu_seqlens needs as many queries as keys, got TQ={dims['TQ']} and TK={dims['TK']}")
+    checks.check_packed_queries(op, dims, q, cu_seqlens)
     found = implementation(op, q, k, v, mask, cu_seqlens is not None, impl)
     return mask, scale, found, impl is None and q.is_cuda and by_cudnn(found, q, k, v, mask, cu_seqlens is not None)
 

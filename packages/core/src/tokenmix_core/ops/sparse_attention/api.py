@@ -103,7 +103,7 @@ def _check(
         raise ValueError(f"{op}: window must be None or an integer of at least 1, got {window!r}")
     if keep_gradient not in get_args(KeepGradient):
         raise ValueError(f"{op}: keep_gradient must be 'exponentials' or 'values', got {keep_gradient!r}")
-    _check_packed(op, dims, q, cu_seqlens)
+    checks.check_packed_queries(op, dims, q, cu_seqlens)
     units = cdiv(dims["TK"], unit)
     if cu_seqlens is not None and unit > 1:
         units = dims["TK"] // unit + len(cu_seqlens) - 1
@@ -130,11 +130,3 @@ def _check(
     elif (why := limit(impl, call)) is not None:
         raise ValueError(f"{op}: impl={impl!r} {why}")
     return window, factor, impl
-
-
-def _check_packed(op, dims, q, cu_seqlens) -> None:
-    checks.check_cu_seqlens(op, cu_seqlens, dims["B"], dims["TQ"])
-    if cu_seqlens is not None:
-        checks.bind_shapes(op, {}, q=(q, "B TQ HQ K"), cu_seqlens=(cu_seqlens, "N_plus_1"))
-        if dims["TQ"] != dims["TK"]:
-            raise ValueError(f"{op}: cu_seqlens needs as many queries as keys, got TQ={dims['TQ']} and TK={dims['TK']}")
