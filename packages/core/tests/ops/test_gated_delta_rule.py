@@ -162,8 +162,8 @@ class TestGatedDeltaRule(PrefillTests, OpContract):
         yield ops.step_op, arguments, *tests
         yield ops.step_op, (*arguments, None, torch.zeros(1, dtype=torch.int32, device=device)), *tests
         slots, fresh = torch.zeros(1, dtype=torch.int32, device=device), torch.zeros(1, dtype=torch.bool, device=device)
-        arguments = [*(value.detach() for value in x.values()), slots, fresh, None, 0.5, True]
-        yield ops.prefill_op, arguments, *tests
+        *tokens, state = (value.detach() for value in x.values())
+        yield ops.prefill_op, (state, slots, fresh, *tokens, None, None, None, 0.5, True), *tests
 
 
 def boundaries(values=PACKED, device="cpu"):

@@ -184,7 +184,7 @@ class TestSSD(PrefillTests, OpContract):
         yield ssd_step_op, arguments
         slots = torch.zeros(1, dtype=torch.int32, device=device)
         yield ssd_step_op, (*arguments, None, slots)
-        yield ssd_prefill_op, (q, k, v, g, state, slots, slots > 0, dt, D, None, 1.0)
+        yield ssd_prefill_op, (state, slots, slots > 0, q, k, v, g, None, dt, D, None, 1.0)
 
 
 def one_row(arguments, boundaries):

@@ -189,7 +189,7 @@ def gated_delta_rule_prefill(
         return scan_at_slots(lambda before: ScanOutput(*run(initial_state=before)), Pool(state, slots, fresh))
     from tokenmix_core.ops.gated_delta_rule.autograd import prefill
 
-    return prefill(q, k, v, g, beta, state, slots, fresh, cu_seqlens, scale, qk_l2norm, impl)
+    return prefill(state, slots, fresh, *x._replace(scale=scale, impl=impl))
 
 
 def gated_delta_rule_step(

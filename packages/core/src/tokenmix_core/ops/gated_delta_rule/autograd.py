@@ -128,20 +128,44 @@ def _step(x: StepInputs) -> Tensor:
 
 @retried
 @of_fields
-def _prefill(x: PrefillInputs) -> Tensor:
-    """Return the outputs of whole sequences, and overwrite their slots of the pool `x.state`."""
-    given = Inputs(
-        q=x.q, k=x.k, v=x.v, g=x.g, beta=x.beta, initial_state=None, writes=None, cu_seqlens=x.cu_seqlens,
-        scale=x.scale, qk_l2norm=x.qk_l2norm, impl=x.impl,
-    )  # fmt: skip
-    return chunk_forward(given, pool=pool_of(x.state, x.slots, x.fresh)).o
+def _prefill(given: PrefillInputs) -> Tensor:
+    """Return the outputs of whole sequences, and overwrite their slots of the pool `given.state`."""
+    return chunk_forward(given.inputs, pool=pool_of(given.state, given.slots, given.fresh)).o
 
 
-chunk_op = cached_op("tokenmix::gated_delta_rule", run_forward, mutates_args=())
-backward_op = cached_op("tokenmix::gated_delta_rule_backward", run_backward, mutates_args=())
-recurrent_op = cached_op("tokenmix::gated_delta_rule_recurrent", _recurrent, mutates_args=())
-step_op = cached_op("tokenmix::gated_delta_rule_step", _step, mutates_args={"state"})
-prefill_op = cached_op("tokenmix::gated_delta_rule_prefill", _prefill, mutates_args={"state"})
+def _like(x: Tensor) -> Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+def _empty_states(x: Inputs) -> Tensor:
+    return x.q.new_empty(
+        num_sequences(x.q, x.cu_seqlens), x.v.shape[2], x.q.shape[-1], x.v.shape[-1], dtype=torch.float32
+    )
+
+
+def _empty_results(x: Inputs) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    B, T, HV, _ = x.v.shape
+    heads = HV * head_parts(x.k, x.v, x.impl, x.chunks_per_write)
+    inverse, gates = x.k.new_empty(B, T, heads, CHUNK), x.k.new_empty(heads, B * T, 4, dtype=torch.float32)
+    return _like(x.v), _empty_states(x), inverse, gates
+
+
+def _empty_gradients(given: BackwardInputs) -> tuple[Tensor, ...]:
+    x = given.inputs
+    dinitial_state = _empty_states(x) if x.initial_state is not None else _empty_states(x)[:0]
+    dwrites = x.v.new_empty(0, dtype=torch.float32) if x.writes is None else torch.empty_like(x.writes)
+    return *map(_like, x[:5]), dinitial_state, dwrites
+
+
+chunk_op = cached_op("tokenmix::gated_delta_rule", run_forward, _empty_results)
+backward_op = cached_op("tokenmix::gated_delta_rule_backward", run_backward, _empty_gradients)
+recurrent_op = cached_op(
+    "tokenmix::gated_delta_rule_recurrent", _recurrent, lambda x: (_like(x.v), _empty_states(x))
+)  # fmt: skip
+step_op = cached_op("tokenmix::gated_delta_rule_step", _step, lambda x: _like(x.v), mutates_args={"state"})
+prefill_op = cached_op(
+    "tokenmix::gated_delta_rule_prefill", _prefill, lambda x: _like(x.inputs.v), mutates_args={"state"}
+)  # fmt: skip
 
 
 def _save(ctx, inputs, output) -> None:
@@ -178,49 +202,3 @@ chunk = differentiable(
 recurrent = differentiable(recurrent_op, _recurrent, _save, _gradients_of_recurrent)
 step = direct_when_eager(step_op, _step, writes=StepInputs._fields.index("state"))
 prefill = direct_when_eager(prefill_op, _prefill, writes=PrefillInputs._fields.index("state"))
-
-
-def _like(x: Tensor) -> Tensor:
-    return torch.empty_like(x, memory_format=torch.contiguous_format)
-
-
-@recurrent_op.register_fake
-@of_fields
-def _(x: Inputs):
-    return _like(x.v), _empty_states(x)
-
-
-def _empty_states(x: Inputs) -> Tensor:
-    return x.q.new_empty(
-        num_sequences(x.q, x.cu_seqlens), x.v.shape[2], x.q.shape[-1], x.v.shape[-1], dtype=torch.float32
-    )
-
-
-@chunk_op.register_fake
-@of_fields
-def _(x: Inputs):
-    B, T, HV, _ = x.v.shape
-    heads = HV * head_parts(x.k, x.v, x.impl, x.chunks_per_write)
-    inverse, gates = x.k.new_empty(B, T, heads, CHUNK), x.k.new_empty(heads, B * T, 4, dtype=torch.float32)
-    return _like(x.v), _empty_states(x), inverse, gates
-
-
-@backward_op.register_fake
-@of_fields
-def _(given: BackwardInputs):
-    x = given.inputs
-    dinitial_state = _empty_states(x) if x.initial_state is not None else _empty_states(x)[:0]
-    dwrites = x.v.new_empty(0, dtype=torch.float32) if x.writes is None else torch.empty_like(x.writes)
-    return *map(_like, x[:5]), dinitial_state, dwrites
-
-
-@step_op.register_fake
-@of_fields
-def _(x: StepInputs):
-    return _like(x.v)
-
-
-@prefill_op.register_fake
-@of_fields
-def _(x: PrefillInputs):
-    return _like(x.v)

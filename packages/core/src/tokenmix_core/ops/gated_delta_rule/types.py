@@ -59,20 +59,12 @@ class StepInputs(NamedTuple):
 
 
 class PrefillInputs(NamedTuple):
-    """The arguments of `gated_delta_rule_prefill`."""
+    """The arguments of `gated_delta_rule_prefill`: the pool and its slots (`Pool`), then those of a chunkwise call."""
 
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    g: Tensor
-    beta: Tensor
     state: Tensor
     slots: Tensor
     fresh: Tensor | None
-    cu_seqlens: Tensor | None
-    scale: float
-    qk_l2norm: bool
-    impl: str | None = None
+    inputs: Inputs
 
 
 class Terms(NamedTuple):

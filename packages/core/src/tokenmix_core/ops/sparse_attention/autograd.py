@@ -80,15 +80,6 @@ def _forward(x: Inputs) -> Outputs:
     return out
 
 
-kept_attention_op = cached_op("tokenmix_core::kept_attention", _forward, mutates_args=())
-
-
-@kept_attention_op.register_fake
-@of_fields
-def _(x: Inputs) -> Outputs:
-    return _outputs(x)
-
-
 @retried
 @of_fields
 def _backward(given: BackwardInputs) -> Gradients:
@@ -119,16 +110,6 @@ def _backward(given: BackwardInputs) -> Gradients:
     return Gradients(dq, dk, dv, x.keep.new_empty(0) if d_keep is None else d_keep)
 
 
-kept_attention_backward_op = cached_op("tokenmix_core::kept_attention_backward", _backward, mutates_args=())
-kept_attention_backward = direct_when_eager(kept_attention_backward_op, _backward)
-
-
-@kept_attention_backward_op.register_fake
-@of_fields
-def _(given: BackwardInputs) -> Gradients:
-    return _empty_gradients(given.inputs, given.through_keep)
-
-
 def _save(ctx, inputs, output):
     x, out = Inputs(*inputs), Outputs(*output)
     ctx.save_for_backward(x.q, x.k, x.v, x.keep, *out, x.until, x.cu_seqlens)
@@ -144,9 +125,6 @@ def _gradients(ctx, do, dlse, *_unused):
     x = Inputs(q=q, k=k, v=v, keep=keep, until=until, cu_seqlens=cu_seqlens, **ctx.options)
     dq, dk, dv, d_keep = kept_attention_backward(*x, *outputs, do, dlse, ctx.through_keep)
     return dq, dk, dv, d_keep if ctx.through_keep else None, *[None] * (len(Inputs._fields) - 4)
-
-
-kept_attention = differentiable(kept_attention_op, _forward, _save, _gradients, outputs=2)
 
 
 def _key_lists(x: Inputs, out: Outputs) -> KeyLists:
@@ -166,3 +144,12 @@ def _outputs(x: Inputs) -> Outputs:
 def _empty_gradients(x: Inputs, through_keep: bool) -> Gradients:
     d_keep = x.keep.new_empty(x.keep.shape if through_keep else 0)
     return Gradients(*(t.new_empty(t.shape) for t in (x.q, x.k, x.v)), d_keep)
+
+
+kept_attention_op = cached_op("tokenmix_core::kept_attention", _forward, _outputs)
+kept_attention_backward_op = cached_op(
+    "tokenmix_core::kept_attention_backward", _backward,
+    lambda given: _empty_gradients(given.inputs, given.through_keep),
+)  # fmt: skip
+kept_attention_backward = direct_when_eager(kept_attention_backward_op, _backward)
+kept_attention = differentiable(kept_attention_op, _forward, _save, _gradients, outputs=2)

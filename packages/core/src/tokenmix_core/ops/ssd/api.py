@@ -166,7 +166,7 @@ def ssd_prefill(
         from tokenmix_core.ops.ssd import autograd
 
         if not autograd.needs_widening(v, q.shape[3], v.shape[3]):
-            return autograd.prefill(q, k, v, g, state, slots, fresh, dt, D, cu_seqlens, scale, impl)
+            return autograd.prefill(state, slots, fresh, *x)
 
     def run(before: Tensor) -> ScanOutput:
         wide = before.to(torch.promote_types(before.dtype, torch.float32))

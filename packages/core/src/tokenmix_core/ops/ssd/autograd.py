@@ -89,20 +89,9 @@ def _step(x: StepInputs) -> Tensor:
 
 @retried
 @of_fields
-def _prefill(x: PrefillInputs) -> Tensor:
-    """Return o of whole sequences, and overwrite their slots of the pool `x.state`."""
-    given = Inputs(
-        q=x.q, k=x.k, v=x.v, g=x.g, initial_state=None, dt=x.dt, D=x.D, cu_seqlens=x.cu_seqlens, scale=x.scale,
-        impl=x.impl,
-    )  # fmt: skip
-    return chunk_prefill(given, pool_of(x.state, x.slots, x.fresh))
-
-
-ssd_forward_op = cached_op("tokenmix_core::ssd_forward", _forward_traced, mutates_args=())
-ssd_recurrent_op = cached_op("tokenmix_core::ssd_recurrent", _recurrent, mutates_args=())
-ssd_backward_op = cached_op("tokenmix_core::ssd_backward", _backward_traced, mutates_args=())
-ssd_step_op = cached_op("tokenmix_core::ssd_step", _step, mutates_args={"state"})
-ssd_prefill_op = cached_op("tokenmix_core::ssd_prefill", _prefill, mutates_args={"state"})
+def _prefill(given: PrefillInputs) -> Tensor:
+    """Return o of whole sequences, and overwrite their slots of the pool `given.state`."""
+    return chunk_prefill(given.inputs, pool_of(given.state, given.slots, given.fresh))
 
 
 def _empty_states(x: Inputs) -> Tensor:
@@ -114,38 +103,23 @@ def _like(x: Tensor) -> Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
-@ssd_forward_op.register_fake
-@of_fields
-def _(x: Inputs):
+def _empty_results(x: Inputs) -> tuple[Tensor, Tensor]:
     return _like(x.v), _empty_states(x)
 
 
-@ssd_recurrent_op.register_fake
-@of_fields
-def _(x: Inputs):
-    return _like(x.v), _empty_states(x)
-
-
-@ssd_backward_op.register_fake
-@of_fields
-def _(given: BackwardInputs):
+def _empty_gradients(given: BackwardInputs) -> tuple[Tensor, ...]:
     x = given.inputs
     ddt, dD = (x.g.new_empty(0) if t is None else t.new_empty(t.shape) for t in (x.dt, x.D))
     return *map(_like, x[:4]), _empty_states(x), ddt, dD
 
 
-@ssd_step_op.register_fake
-@of_fields
-def _(x: StepInputs):
-    return _like(x.v)
-
-
-@ssd_prefill_op.register_fake
-@of_fields
-def _(x: PrefillInputs):
-    return _like(x.v)
-
-
+ssd_forward_op = cached_op("tokenmix_core::ssd_forward", _forward_traced, _empty_results)
+ssd_recurrent_op = cached_op("tokenmix_core::ssd_recurrent", _recurrent, _empty_results)
+ssd_backward_op = cached_op("tokenmix_core::ssd_backward", _backward_traced, _empty_gradients)
+ssd_step_op = cached_op("tokenmix_core::ssd_step", _step, lambda x: _like(x.v), mutates_args={"state"})
+ssd_prefill_op = cached_op(
+    "tokenmix_core::ssd_prefill", _prefill, lambda x: _like(x.inputs.v), mutates_args={"state"}
+)  # fmt: skip
 _backward = direct_when_eager(ssd_backward_op, run_backward)
 
 

@@ -51,20 +51,12 @@ class StepInputs(NamedTuple):
 
 
 class PrefillInputs(NamedTuple):
-    """The arguments of `ssd_prefill`."""
+    """The arguments of `ssd_prefill`: the pool and its slots (`Pool`), then those of `chunk_ssd`."""
 
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    g: Tensor
     state: Tensor
     slots: Tensor
     fresh: Tensor | None
-    dt: Tensor | None
-    D: Tensor | None
-    cu_seqlens: Tensor | None
-    scale: float
-    impl: str | None = None
+    inputs: Inputs
 
 
 class Gradients(NamedTuple):
