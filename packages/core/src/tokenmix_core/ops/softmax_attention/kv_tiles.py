@@ -94,6 +94,20 @@ def tile_from_last(i, count, sink_tiles, gap):
 
 
 @triton.jit
+def _load(p_x, o_t, o_d, rows, D: tl.constexpr, BD: tl.constexpr, CHECK: tl.constexpr):
+    """Load the tile at `p_x` of the matrix's rows `o_t` and columns `o_d`; masks are omitted where they are true."""
+    if CHECK:
+        if D == BD:
+            return tl.load(p_x, mask=(o_t < rows)[:, None], other=0.0)
+        else:
+            return tl.load(p_x, mask=(o_t < rows)[:, None] & (o_d < D)[None, :], other=0.0)
+    elif D == BD:
+        return tl.load(p_x)
+    else:
+        return tl.load(p_x, mask=(o_d < D)[None, :], other=0.0)
+
+
+@triton.jit
 def load_tile(p_x, first, rows, stride, D: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr, CHECK: tl.constexpr):
     """Load rows `first` … `first + BT − 1` of a matrix of `rows` rows and D columns as a tile `[BT, BD]`.
 
@@ -103,15 +117,7 @@ def load_tile(p_x, first, rows, stride, D: tl.constexpr, BT: tl.constexpr, BD: t
     o_t = tl.arange(0, BT)
     o_d = tl.arange(0, BD)
     p_x += o_t[:, None] * stride + o_d[None, :]
-    if CHECK:
-        if D == BD:
-            return tl.load(p_x, mask=(first + o_t < rows)[:, None], other=0.0)
-        else:
-            return tl.load(p_x, mask=(first + o_t < rows)[:, None] & (o_d < D)[None, :], other=0.0)
-    elif D == BD:
-        return tl.load(p_x)
-    else:
-        return tl.load(p_x, mask=(o_d < D)[None, :], other=0.0)
+    return _load(p_x, first + o_t, o_d, rows, D, BD, CHECK)
 
 
 @triton.jit
@@ -122,15 +128,7 @@ def load_rows(p_x, o_t, rows, stride, D: tl.constexpr, BD: tl.constexpr, CHECK: 
     """
     o_d = tl.arange(0, BD)
     p_x += o_t.to(tl.int64)[:, None] * stride + o_d[None, :]
-    if CHECK:
-        if D == BD:
-            return tl.load(p_x, mask=(o_t < rows)[:, None], other=0.0)
-        else:
-            return tl.load(p_x, mask=(o_t < rows)[:, None] & (o_d < D)[None, :], other=0.0)
-    elif D == BD:
-        return tl.load(p_x)
-    else:
-        return tl.load(p_x, mask=(o_d < D)[None, :], other=0.0)
+    return _load(p_x, o_t, o_d, rows, D, BD, CHECK)
 
 
 @triton.jit
