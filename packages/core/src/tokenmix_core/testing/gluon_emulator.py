@@ -336,8 +336,9 @@ def load(package: str, *modules: str, shared: tuple[str, ...] = ()) -> list[Modu
     """Import modules of kernels and launchers a second time, so that they use the emulator; return these modules.
 
     Modules that they import are also imported again if they are in `package` or begin with a prefix in `shared`;
-    `sys.modules` is restored afterwards. Triton device functions that the returned modules import also run on the
-    emulator. Modules with torch operators are not imported again: a second registration would replace the first one.
+    `sys.modules` is restored afterwards. Triton device functions that the returned modules and `kernels.gluon.hopper`
+    import also run on the emulator. Modules with torch operators are not imported again: a second registration would
+    replace the first one.
     """
     prefixes = (f"{package}.", _GLUON, _CUDA, *shared)
     before = {
@@ -358,9 +359,13 @@ def load(package: str, *modules: str, shared: tuple[str, ...] = ()) -> list[Modu
     experimental = vars(importlib.import_module("triton.experimental"))
     real = experimental.pop("gluon", None)
     try:
+        language = emulated[f"{_GLUON}.language"]
+        common = vars(importlib.import_module("tokenmix_core.kernels.gluon.hopper"))
+        if common["gl"] is language:
+            common.update(_usable(common, language))
         loaded = [importlib.import_module(f"{package}.{name}") for name in modules]
         for module in loaded:
-            vars(module).update(_usable(vars(module), emulated[f"{_GLUON}.language"]), range=_steps)
+            vars(module).update(_usable(vars(module), language), range=_steps)
     finally:
         for name in [name for name in sys.modules if name.startswith(prefixes) and name not in kept]:
             del sys.modules[name]

@@ -6,16 +6,18 @@ In Gluon, a part of Triton, a kernel names its layouts and orders its asynchrono
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, fence_async_shared, mbarrier
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from tokenmix_core.kernels.pdl import gdc_launch_and_wait as gdc_launch_and_wait
+from tokenmix_core.kernels.triton.decay import LOG2_E as LOG2_E
+from tokenmix_core.kernels.triton.decay import LOWEST as LOWEST
+from tokenmix_core.kernels.triton.decay import causal_decay as causal_decay
+from tokenmix_core.kernels.triton.varlen import first_chunk, sequence_span
+from tokenmix_core.kernels.triton.varlen import locate_slot as locate_slot
 
 # versions of Triton name these functions differently: take the newer name if it exists, else the older one
 async_load = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
 barrier = getattr(gl, "barrier", None) or gl.thread_barrier
 _REINTERPRETS = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))
-
-# the value of the same name in `kernels.triton.decay`, which Gluon kernels cannot read
-LOG2_E = gl.constexpr(1.4426950408889634)
-LOWEST = gl.constexpr(-160.0)
 
 
 @gluon.constexpr_function
@@ -187,12 +189,6 @@ def log2(x):
 
 
 @gluon.jit
-def causal_decay(b_row, b_col, o_row, o_col):
-    """Return `exp2(b_row − b_col)`, but 0 if the row's token precedes the column's."""
-    return gl.exp2(gl.where(o_row[:, None] >= o_col[None, :], b_row[:, None] - b_col[None, :], float("-inf")))
-
-
-@gluon.jit
 def pointer_or(p_x, p_other):
     """Return the pointer `p_x` or, if it is None, `p_other` as a placeholder, which kernels never dereference."""
     if p_x is None:
@@ -205,38 +201,6 @@ def pointer_or(p_x, p_other):
 def add(x, y):
     """Return x + y, the combine function of `gl.associative_scan`."""
     return x + y
-
-
-@gluon.jit
-def sequence_span(i_n, T, cu_seqlens, PACKED: gl.constexpr):
-    """Return the first row and the length of sequence `i_n`, as `kernels.triton.varlen.sequence_span` does."""
-    if PACKED:
-        begin = gl.load(cu_seqlens + i_n).to(gl.int64)
-        length = (gl.load(cu_seqlens + i_n + 1).to(gl.int64) - begin).to(gl.int32)
-    else:
-        begin = i_n.to(gl.int64) * T
-        length = T
-    return begin, length
-
-
-@gluon.jit
-def first_chunk(i_n, begin, T, C, PACKED: gl.constexpr):
-    """Return the index of a sequence's first chunk in the batch, as `kernels.triton.varlen.first_chunk` does."""
-    if PACKED:
-        slot = begin // C + i_n
-    else:
-        slot = i_n.to(gl.int64) * gl.cdiv(T, C)
-    return slot
-
-
-@gluon.jit
-def locate_slot(i_n, slots, fresh):
-    """Return a sequence's slot and whether it reads the state there, as `kernels.triton.varlen.locate_slot` does."""
-    slot = gl.load(slots + i_n).to(gl.int64)
-    known = slot >= 0
-    if fresh is not None:
-        known = known & (gl.load(fresh + i_n) == 0)
-    return slot, known
 
 
 @gluon.jit
@@ -258,14 +222,6 @@ def locate_chunk(i_c, T, C, N, cu_seqlens, PACKED: gl.constexpr, WARPS: gl.const
         begin, length = sequence_span(i_n, T, cu_seqlens, PACKED)
         first = (i_c - i_n * chunks) * C
     return i_n, begin, length, first
-
-
-@gluon.jit
-def gdc_launch_and_wait(PDL: gl.constexpr):
-    """Let the next kernel launch, then wait for the kernels before this one; see `kernels.launch.pdl`."""
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
 
 
 @gluon.jit
