@@ -4,28 +4,13 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from tokenmix_core import cli as core_cli
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line and return the exit code."""
-    return core_cli.main(
-        argv,
-        prog="tokenmix-lte",
-        recipes="tokenmix_lte.recipes:RECIPES",
-        suites="tokenmix_lte.evals:SUITES",
-        commands=_add_commands,
-        arguments=_add_limits,
-        using="tokenmix_lte.limits:using_retention",
-    )
-
-
-def _add_limits(command: str, parser: argparse.ArgumentParser) -> None:
-    if command not in ("eval", "generate", "serve", "bench"):
-        return
+def _add_limits(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("retention", "limits of the LTE layers for this command")
     group.add_argument("--cap", metavar="N", help="keys beyond the window that a head retains; `none` for no limit")
     group.add_argument("--window", type=int, metavar="W", help="newest tokens that a layer always sees")
@@ -85,6 +70,17 @@ def _add_commands(add: core_cli.AddCommand) -> None:
     )
     sub.add_argument("checkpoints", nargs="+", metavar="CHECKPOINT", help="folder of a model with its evaluation")
     sub.add_argument("--out", type=Path, metavar="DIR", help="folder for tables and JSON; without it none is written")
+
+
+main = partial(
+    core_cli.main,
+    prog="tokenmix-lte",
+    recipes="tokenmix_lte.recipes:RECIPES",
+    suites="tokenmix_lte.evals:SUITES",
+    commands=_add_commands,
+    arguments=_add_limits,
+    using="tokenmix_lte.limits:using_retention",
+)
 
 
 if __name__ == "__main__":

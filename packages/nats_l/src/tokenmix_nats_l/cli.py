@@ -4,23 +4,10 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from tokenmix_core import cli as core_cli
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line and return the exit code."""
-    return core_cli.main(
-        argv,
-        prog="tokenmix-nats-l",
-        recipes="tokenmix_nats_l.recipes:RECIPES",
-        suites="tokenmix_nats_l.evals:SUITES",
-        commands=_add_commands,
-        arguments=_add_types,
-        using="tokenmix_nats_l.evals:using_types",
-    )
 
 
 def _add_commands(add: core_cli.AddCommand) -> None:
@@ -40,10 +27,20 @@ def _add_commands(add: core_cli.AddCommand) -> None:
     sub.add_argument("--dtype", default="auto", help="float32, bfloat16 or float16 (default: the checkpoint's dtype)")
 
 
-def _add_types(command: str, parser: argparse.ArgumentParser) -> None:
-    if command in ("eval", "generate", "serve", "bench"):
-        help_text = "chunk types of all NAtS-L layers: learned, softmax, linear, alternate, or a pattern such as lls"
-        parser.add_argument("--types", metavar="TYPES", help=help_text)
+def _add_types(parser: argparse.ArgumentParser) -> None:
+    help_text = "chunk types of all NAtS-L layers: learned, softmax, linear, alternate, or a pattern such as lls"
+    parser.add_argument("--types", metavar="TYPES", help=help_text)
+
+
+main = partial(
+    core_cli.main,
+    prog="tokenmix-nats-l",
+    recipes="tokenmix_nats_l.recipes:RECIPES",
+    suites="tokenmix_nats_l.evals:SUITES",
+    commands=_add_commands,
+    arguments=_add_types,
+    using="tokenmix_nats_l.evals:using_types",
+)
 
 
 if __name__ == "__main__":

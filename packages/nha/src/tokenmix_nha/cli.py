@@ -4,21 +4,10 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from tokenmix_core import cli as core_cli
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line and return the exit code."""
-    return core_cli.main(
-        argv,
-        prog="tokenmix-nha",
-        recipes="tokenmix_nha.recipes:RECIPES",
-        suites="tokenmix_nha.evals:SUITES",
-        commands=_add_commands,
-    )
 
 
 def _add_commands(add: core_cli.AddCommand) -> None:
@@ -89,6 +78,15 @@ def _indices(text: str) -> tuple[int, ...] | str:
         return tuple(int(part) for part in text.split(","))
     except ValueError:
         raise argparse.ArgumentTypeError(f"expected layers separated by commas, all or none, got {text!r}") from None
+
+
+main = partial(
+    core_cli.main,
+    prog="tokenmix-nha",
+    recipes="tokenmix_nha.recipes:RECIPES",
+    suites="tokenmix_nha.evals:SUITES",
+    commands=_add_commands,
+)
 
 
 if __name__ == "__main__":

@@ -4,26 +4,12 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from functools import partial
 
 from tokenmix_core import cli as core_cli
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line and return the exit code."""
-    return core_cli.main(
-        argv,
-        prog="tokenmix-oryx",
-        recipes="tokenmix_oryx.recipes:RECIPES",
-        suites="tokenmix_oryx.evals:SUITES",
-        arguments=_add_modes,
-        using="tokenmix_oryx.commands:chosen_modes",
-    )
-
-
-def _add_modes(command: str, parser: argparse.ArgumentParser) -> None:
-    if command not in ("eval", "generate", "serve", "bench"):
-        return
+def _add_modes(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group(
         "modes",
         "MODE is linear, attention, or a schedule: 0:linear,1000:attention by position, 0.0:linear,0.975:attention by "
@@ -54,6 +40,16 @@ def _mode(text: str) -> str | list[tuple[int | float, str]]:
         raise argparse.ArgumentTypeError(
             f"expected linear, attention or a schedule such as 0:linear,1000:attention, got {text!r}"
         ) from None
+
+
+main = partial(
+    core_cli.main,
+    prog="tokenmix-oryx",
+    recipes="tokenmix_oryx.recipes:RECIPES",
+    suites="tokenmix_oryx.evals:SUITES",
+    arguments=_add_modes,
+    using="tokenmix_oryx.commands:chosen_modes",
+)
 
 
 if __name__ == "__main__":

@@ -34,7 +34,7 @@ def main(
     recipes: Mapping[str, Any] | str | None = None,
     suites: Mapping[str, Any] | str | None = None,
     commands: Callable[[AddCommand], None] | None = None,
-    arguments: Callable[[str, argparse.ArgumentParser], None] | None = None,
+    arguments: Callable[[argparse.ArgumentParser], None] | None = None,
     using: str | None = None,
 ) -> int:
     """Run the command line and return its exit code.
@@ -49,10 +49,10 @@ def main(
             "module:function")`, which returns the command's parser for adding arguments. The function named by
             "module:function" takes the parsed arguments and the `commands.Context`; its module is imported when the
             command runs.
-        arguments: function that adds a package's own arguments to core's commands; it gets each command's name and
-            parser.
+        arguments: function that adds a package's own arguments to the parsers of `eval`, `generate`, `serve` and
+            `bench`.
         using: "module:function" that applies these arguments: it takes the model and the parsed arguments, and returns
-            a context manager, inside which `eval`, `generate`, `serve` and `bench` use the model.
+            a context manager, inside which these commands use the model.
 
     Returns:
         0 for success, 2 for a wrong call, wrong input or too little memory, 130 if Ctrl-C stopped the command or a
@@ -160,7 +160,7 @@ class _Formatter(argparse.ArgumentDefaultsHelpFormatter):
 def _parser(
     prog: str,
     more: Callable[[AddCommand], None] | None = None,
-    arguments: Callable[[str, argparse.ArgumentParser], None] | None = None,
+    arguments: Callable[[argparse.ArgumentParser], None] | None = None,
 ) -> _Parser:
     parser = _Parser(prog=prog, description="Train, evaluate and use language models that mix token mixers.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
@@ -307,8 +307,8 @@ def _parser(
     )
     sub.add_argument("--chip", metavar="sm_89", help="show the kernels of each operation on a chip, also without it")
     if arguments is not None:
-        for name, parsed in commands.choices.items():
-            arguments(name, parsed)
+        for name in ("eval", "generate", "serve", "bench"):
+            arguments(commands.choices[name])
     if more is not None:
         more(partial(command, commands))
     if "convert" not in commands.choices:
