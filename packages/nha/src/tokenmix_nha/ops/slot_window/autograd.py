@@ -20,9 +20,8 @@ from tokenmix_core.ops import (
     zero_padding,
 )
 from tokenmix_nha.ops.slot_window.backward_gates import gate_gradients
-from tokenmix_nha.ops.slot_window.backward_keys import key_gradients
 from tokenmix_nha.ops.slot_window.backward_queries import query_gradients
-from tokenmix_nha.ops.slot_window.backward_values import value_gradients
+from tokenmix_nha.ops.slot_window.backward_tokens import token_gradients
 from tokenmix_nha.ops.slot_window.chunk_gates import chunk_gates
 from tokenmix_nha.ops.slot_window.forward import window_outputs
 from tokenmix_nha.ops.slot_window.plan import plan
@@ -131,8 +130,7 @@ def _backward(given: BackwardInputs) -> Gradients:
             hopper_key_gradients(launch, b, softmax, slots)
             hopper_gate_gradients(launch, b, softmax, slots)
         for strong in strengths:
-            value_gradients(launch, b, gates, softmax, slots, strong=strong)
-            key_gradients(launch, b, gates, softmax, slots, strong=strong)
+            token_gradients(launch, b, gates, softmax, slots, strong=strong)
             gate_gradients(launch, b, gates, softmax, slots, strong=strong)
     queries, keys = (grads.dq, grads.dq_slots), (grads.dk, grads.dv, grads.df, grads.dk_slots)
     # with a carried window, the keys of each sequence begin with that window's tokens, which cu_seqlens does not count
