@@ -18,7 +18,7 @@ from tokenmix_core.evaluation.options import EvalOptions, Suite, SuiteResult
 from tokenmix_core.evaluation.recall import COPY_VOCABULARY, copying_suite
 from tokenmix_core.evaluation.suites import SUITES
 from tokenmix_core.training.baselines import BYTE_VOCAB
-from tokenmix_core.training.recipe import DataRecipe, OptimizerRecipe, Recipe, RunRecipe, Tokens
+from tokenmix_core.training.recipe import DataRecipe, OptimizerRecipe, Recipe, RunRecipe
 from tokenmix_lte.mixer import Lte
 from tokenmix_oryx.evals import BY_MODE, isolated
 
@@ -189,13 +189,8 @@ def recipe(name: str, division: str, task: str, size: Size, rate: float, seed: i
             "initializer_range": size.initializer_range,
         },
         data=data,
-        optimizer=OptimizerRecipe(
-            total_tokens=Tokens(size.steps * size.batch_tokens),
-            warmup_tokens=Tokens(size.steps // 20 * size.batch_tokens),
-            batch_tokens=Tokens(size.batch_tokens),
-            micro_batch_tokens=Tokens(size.batch_tokens),
-            learning_rate=rate,
-            min_learning_rate=rate / 20,
+        optimizer=OptimizerRecipe.in_steps(
+            size.steps, size.steps // 20, size.batch_tokens, learning_rate=rate, min_learning_rate=rate / 20
         ),
         run=RunRecipe(
             seed=seed,

@@ -16,13 +16,12 @@ from tokenmix_core.training import (
     ATTENTION,
     BYTE_VOCAB,
     GDN,
-    DataRecipe,
     OptimizerRecipe,
     Recipe,
-    RunRecipe,
     Tokens,
     tiny_setting,
 )
+from tokenmix_core.training import recall as core_recall
 from tokenmix_nha.baselines import BASELINES, SIZES, baseline
 from tokenmix_nha.windows import FULL, Window, hybrid_windows, nha_layers
 
@@ -142,9 +141,8 @@ RECALL = {
     "100m": (*_ABLATED, "nha-pure", "gsa-hybrid", "gsa", "gdn-hybrid", "gdn", "transformer"),
     "small": (*_ABLATED, "gdn", "transformer"),
 }
-# by size: width, layers, heads of 128 channels, inner width of the MLP without and with gates, vocabulary, tokens in a
-# row, key-value pairs
-_RECALL_SIZES = {"small": (128, 2, 1, 0, 0, 1024, 256, 64), "100m": (768, 12, 6, 2048, 1920, 1024, 256, 64)}
+# by size: width, layers, heads of 128 channels, inner width of the MLP without and with gates
+_RECALL_SIZES = {"small": (128, 2, 1, 0, 0), "100m": (768, 12, 6, 2048, 1920)}
 
 
 def recall(kind: str, size: str) -> Recipe:
@@ -155,12 +153,12 @@ def recall(kind: str, size: str) -> Recipe:
     models are those of Zoology: two layers without MLP, which can only mix along time, and without full attention
     except in "transformer". NHA's slots have as many elements as GDN's state; its window comes in addition.
     """
-    width, layers, heads, mlp, mlp_beside_gates, vocab, length, pairs = _RECALL_SIZES[size]
-    small = size == "small"
+    width, layers, heads, mlp, mlp_beside_gates = _RECALL_SIZES[size]
+    setting, length, small = core_recall("gdn", size), 256, size == "small"
     base = kind.removesuffix("-hybrid").removesuffix("-pure")
     full_layers = () if small or kind.endswith("-pure") or kind in ("gsa", "gdn") else (6,)
     model: dict[str, Any] = {
-        "vocab_size": vocab,
+        "vocab_size": setting.data.mqar_vocab_size,
         "hidden_size": width,
         "num_hidden_layers": layers,
         "max_position_embeddings": length,
@@ -176,37 +174,21 @@ def recall(kind: str, size: str) -> Recipe:
             options = {ATTENTION: {"num_heads": 12}, GDN: {"num_heads": 3, "head_dim": 128, "expand_v": 2.0}}
         model |= {"intermediate_size": mlp, "mixers": mixers}
         model["mixer_options"] = {label: options[label] for label in dict.fromkeys(mixers)}
-    batch = 2**13
     difference = _difference(kind.removeprefix("nha-"), size)
     steps, rate = (1000, 3e-3) if small else (1800, 5e-4)
-    return Recipe(
+    return replace(
+        setting,
         name=f"recall-{kind}-{size}",
         description=f"multi-query associative recall, {kind}, {size}{difference}; minutes on one GPU",
         model=model,
         model_type=MODEL_TYPE if base in _NHA_KINDS else "tokenmix_hybrid",
-        data=DataRecipe(
-            sources=["mqar"],
-            seq_len=length,
-            documents="separate",
-            mqar_pairs=pairs,
-            mqar_vocab_size=vocab,
-            mqar_ramp=0.7,
-            data_seed=42,
-        ),
-        optimizer=OptimizerRecipe(
-            total_tokens=Tokens(batch * steps),
-            warmup_tokens=Tokens(batch * 100),
-            batch_tokens=Tokens(batch),
-            micro_batch_tokens=Tokens(batch),
-            learning_rate=rate,
-            min_learning_rate=rate / 10,
-        ),
-        run=RunRecipe(
+        data=replace(setting.data, seq_len=length, mqar_pairs=64, data_seed=42),
+        optimizer=OptimizerRecipe.in_steps(steps, 100, 2**13, learning_rate=rate, min_learning_rate=rate / 10),
+        run=replace(
+            setting.run,
             seed=42,
             dataloader_num_workers=2,
             save_steps=10_000,
-            save_total_limit=1,
-            evaluations=["mqar"],
             evaluation_lengths=[length],
             evaluation_limit=128,
         ),

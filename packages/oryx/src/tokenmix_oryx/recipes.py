@@ -194,14 +194,7 @@ def demo(family: str, assignment: str) -> Recipe:
             mqar_vocab_size=vocab,
             mqar_ramp=0.7,
         ),
-        optimizer=OptimizerRecipe(
-            total_tokens=Tokens(8 * tokens * 1200),
-            warmup_tokens=Tokens(8 * tokens * 100),
-            batch_tokens=Tokens(8 * tokens),
-            micro_batch_tokens=Tokens(8 * tokens),
-            learning_rate=1e-3,
-            min_learning_rate=1e-4,
-        ),
+        optimizer=OptimizerRecipe.in_steps(1200, 100, 8 * tokens, learning_rate=1e-3, min_learning_rate=1e-4),
         run=RunRecipe(
             dataloader_num_workers=8,
             save_steps=10_000,
@@ -246,13 +239,8 @@ def recall() -> Recipe:
             "attention_probability": 0.5,
         },
         data=DataRecipe(sources=["mqar"], seq_len=96, documents="joined", mqar_pairs=16, mqar_vocab_size=256),
-        optimizer=replace(
-            base.optimizer,
-            total_tokens=Tokens(6144 * 2000),
-            warmup_tokens=Tokens(6144 * 100),
-            batch_tokens=Tokens(6144),
-            micro_batch_tokens=Tokens(6144),
-            learning_rate=3e-3,
+        optimizer=OptimizerRecipe.in_steps(
+            2000, 100, 6144, learning_rate=3e-3, min_learning_rate=2e-4, adam_beta2=0.98
         ),
         run=replace(
             base.run,

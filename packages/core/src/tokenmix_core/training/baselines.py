@@ -58,15 +58,7 @@ def tiny_setting() -> Recipe:
         },
         # joined documents: most files of this source are longer than a row, so few rows have boundaries inside
         data=DataRecipe(sources=["stdlib"], tokenizer="bytes", seq_len=256, documents="joined"),
-        optimizer=OptimizerRecipe(
-            total_tokens=Tokens(2**11 * 400),
-            warmup_tokens=Tokens(2**11 * 40),
-            batch_tokens=Tokens(2**11),
-            micro_batch_tokens=Tokens(2**11),
-            learning_rate=4e-3,
-            min_learning_rate=2e-4,
-            adam_beta2=0.98,
-        ),
+        optimizer=OptimizerRecipe.in_steps(400, 40, 2**11, learning_rate=4e-3, min_learning_rate=2e-4, adam_beta2=0.98),
         run=RunRecipe(
             logging_steps=20,
             save_steps=200,
@@ -80,24 +72,10 @@ def tiny_setting() -> Recipe:
 
 
 def _tiny_variant(name: str, mixer: str, **options: Any) -> Recipe:
+    """Return a recipe for a model of one mixer, with the data and schedule of `tiny_setting`."""
     recipe = tiny_setting()
     model = {**recipe.model, "mixers": [mixer], "mixer_options": {mixer: options}}
     return replace(recipe, name=name, description=f"{mixer} alone, otherwise as tiny but for 400 steps", model=model)
-
-
-def tiny_transformer() -> Recipe:
-    """Return a recipe for Transformer++ with the data and schedule of `tiny_setting`."""
-    return _tiny_variant("tiny-transformer", ATTENTION, num_heads=4)
-
-
-def tiny_gdn() -> Recipe:
-    """Return a recipe for Gated DeltaNet without attention, with the data and schedule of `tiny_setting`."""
-    return _tiny_variant("tiny-gdn", GDN, num_heads=2, head_dim=64, expand_v=1.0)
-
-
-def tiny_mamba2() -> Recipe:
-    """Return a recipe for Mamba-2 with MLPs, with the data and schedule of `tiny_setting`."""
-    return _tiny_variant("tiny-mamba2", MAMBA2, expand=1.0, head_dim=64, state_size=64)
 
 
 class _RecallSize(NamedTuple):
@@ -169,11 +147,10 @@ def recall(kind: str, size: str) -> Recipe:
             mqar_vocab_size=sizes.vocab,
             mqar_ramp=0.7,
         ),
-        optimizer=OptimizerRecipe(
-            total_tokens=Tokens(sizes.steps * sizes.batch),
-            warmup_tokens=Tokens((40 if small else 100) * sizes.batch),
-            batch_tokens=Tokens(sizes.batch),
-            micro_batch_tokens=Tokens(sizes.batch),
+        optimizer=OptimizerRecipe.in_steps(
+            sizes.steps,
+            40 if small else 100,
+            sizes.batch,
             learning_rate=sizes.learning_rate,
             min_learning_rate=sizes.learning_rate / 20,
         ),
@@ -285,9 +262,9 @@ def baseline(kind: str, size: str) -> Recipe:
 
 RECIPES: dict[str, Callable[[], Recipe]] = {
     "tiny": tiny,
-    "tiny-transformer": tiny_transformer,
-    "tiny-gdn": tiny_gdn,
-    "tiny-mamba2": tiny_mamba2,
+    "tiny-transformer": partial(_tiny_variant, "tiny-transformer", ATTENTION, num_heads=4),
+    "tiny-gdn": partial(_tiny_variant, "tiny-gdn", GDN, num_heads=2, head_dim=64, expand_v=1.0),
+    "tiny-mamba2": partial(_tiny_variant, "tiny-mamba2", MAMBA2, expand=1.0, head_dim=64, state_size=64),
     **{f"recall-{kind}-{size}": partial(recall, kind, size) for kind in _RECALL_MIXERS for size in _RECALL_SIZES},
     **{f"{kind}-{size}": partial(baseline, kind, size) for kind in BASELINES for size in SIZES},
 }

@@ -148,6 +148,16 @@ class OptimizerRecipe:
         if self.warmup_tokens >= self.total_tokens:
             raise ValueError(f"warmup_tokens must be below total_tokens={self.total_tokens}, got {self.warmup_tokens}")
 
+    @classmethod
+    def in_steps(cls, steps: int, warmup: int, tokens: int, **fields: Any) -> OptimizerRecipe:
+        """Return the recipe of `steps` optimizer steps of one micro-batch; in `warmup` of them the rate rises.
+
+        A micro-batch has `tokens` tokens.
+        """
+        sizes = {"total_tokens": steps * tokens, "warmup_tokens": warmup * tokens}
+        sizes |= {"batch_tokens": tokens, "micro_batch_tokens": tokens}
+        return cls(**{name: Tokens(size) for name, size in sizes.items()}, **fields)
+
     @property
     def steps(self) -> int:
         """Number of optimizer steps of the whole run."""
