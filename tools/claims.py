@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import model_results
+import result_tables
 
 ROOT = Path(__file__).parent.parent
 Row = dict[str, Any]
@@ -36,11 +37,7 @@ def _rows(path: Path) -> list[Row]:
 
 
 def _of_package(name: str) -> list[Row]:
-    return [
-        row
-        for path in sorted((ROOT / "packages" / name / "benchmarks" / "results").glob("*.json"))
-        for row in _rows(path)
-    ]
+    return result_tables.rows_in(ROOT / "packages" / name / "benchmarks" / "results")
 
 
 def _time(rows: Sequence[Row], **wanted: Any) -> Row:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ OURS, TORCH = result_tables.OURS, "transformers, torch"
 
 def tables() -> dict[str, str]:
     """Return the table by its mark; empty if there are no measurements."""
-    rows = [row for path in sorted(FOLDER.glob("*.json")) for row in json.loads(path.read_text())]
+    rows = result_tables.rows_in(FOLDER)
     return {"speed": _table(rows)} if rows else {}
 
 

@@ -8,6 +8,8 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
+import result_tables
+
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "docs" / "results"
 MEASURED = ROOT / "packages" / "core" / "benchmarks" / "results"
@@ -29,10 +31,10 @@ def tables() -> dict[str, dict[str, str]]:
         },
         "speed.md": {
             "tokens": tokens_table(_read("tokens")),
-            "prompts": _prompts([row for path in sorted((RESULTS / "prompts").glob("*.json")) for row in _rows(path)]),
+            "prompts": _prompts(result_tables.rows_in(RESULTS / "prompts")),
             "flashinfer": _forwards(_read("flashinfer")),
-            "passes": _passes(_measured("passes")),
-            "decode": _decode(_measured("decode")),
+            "passes": _passes(result_tables.rows_in(MEASURED / "passes")),
+            "decode": _decode(result_tables.rows_in(MEASURED / "decode")),
         },
         "nha.md": {
             "small": _accuracy(_read("recall-nha-small")),
@@ -59,15 +61,6 @@ def draw_plots() -> None:
 
 def _read(name: str) -> Any:
     return json.loads((RESULTS / f"{name}.json").read_text())
-
-
-def _rows(path: Path) -> list[dict[str, Any]]:
-    return json.loads(path.read_text())
-
-
-def _measured(folder: str) -> list[dict[str, Any]]:
-    """Return the rows of core's benchmarks in a folder, of all GPUs."""
-    return [row for path in sorted((MEASURED / folder).glob("*.json")) for row in _rows(path)]
 
 
 def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

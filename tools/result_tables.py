@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -25,6 +26,11 @@ _LABELS = {
     "eager_ms": "forward + backward, eager",
     "peak_mb": "peak memory",
 }
+
+
+def rows_in(folder: Path) -> list[dict]:
+    """Return the rows of all JSON files in a folder."""
+    return [row for path in sorted(folder.glob("*.json")) for row in json.loads(path.read_text())]
 
 
 def beside(rows: Iterable[dict]) -> list[dict]:
@@ -80,19 +86,13 @@ def _beside_baseline(row: dict, key: str) -> str:
 def by_version(rows: Sequence[dict]) -> str:
     """Return a Markdown table of `measure_forms` rows: one line per shape, one column per form and Triton version."""
     forms = sorted({row["impl"] for row in rows}, key=lambda form: (form.partition(",")[0], _version(form)))
-    lines = [devices(rows), ""]
-    lines += ["| operation | shape | " + " | ".join(forms) + " |", "|---|---|" + "---|" * len(forms)]
-    shapes = dict.fromkeys((row["op"], row["shape"]) for row in rows)
-    found = {
-        (row["op"], row["shape"], row["impl"]): f"{row['fwd_ms']:.3f} / {row['fwdbwd_ms']:.3f}"
-        for row in rows
-        if "failed" not in row
-    }
-    lines += [
-        f"| {op} | {shape} | " + " | ".join(found.get((op, shape, form), "–") for form in forms) + " |"
-        for op, shape in shapes
-    ]
-    return "\n".join(lines)
+    cells: dict[tuple[str, str], dict] = {}
+    for row in rows:
+        line = cells.setdefault((row["op"], row["shape"]), {"op": row["op"], "shape": row["shape"]})
+        if "failed" not in row:
+            line[row["impl"]] = f"{row['fwd_ms']:.3f} / {row['fwdbwd_ms']:.3f}"
+    columns = {"op": "operation", "shape": "shape"} | {form: form for form in forms}
+    return f"{devices(rows)}\n\n{_markdown_table(columns, cells.values())}"
 
 
 def _version(form: str) -> tuple[int, ...]:

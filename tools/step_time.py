@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import result_tables
 import torch
 
 BENCHMARKS = Path(__file__).parents[1] / "packages" / "core" / "benchmarks"
@@ -32,8 +33,8 @@ MODELS = {
 
 def tables(models: bool = True) -> dict[str, str]:
     """Return the tables by mark; floors need all packages, and `models`, since they are counted from the models."""
-    measured = [row for path in sorted((BENCHMARKS / "results" / "step").glob("*.json")) for row in _read(path)]
-    found = {"measured": _measured(measured), "gpus": _gpus(_read(GPUS))}
+    measured = result_tables.rows_in(BENCHMARKS / "results" / "step")
+    found = {"measured": _measured(measured), "gpus": _gpus(json.loads(GPUS.read_text()))}
     if not models:
         return found
     packages = {name.partition(".")[0] for name in MODELS.values()}
@@ -41,10 +42,6 @@ def tables(models: bool = True) -> dict[str, str]:
         print(f"docs/step_time.md: floors are left as they are without {', '.join(missing)}", file=sys.stderr)
         return found
     return found | {"floors": _floors()}
-
-
-def _read(path: Path) -> list[dict[str, Any]]:
-    return json.loads(path.read_text())
 
 
 def _floors() -> str:

@@ -10,7 +10,6 @@ measurements to the pages that `claims.py` names.
 The rows of the sweeps over shapes are in no table: the script plots them and prints those slower than a baseline.
 """
 
-import json
 import sys
 from pathlib import Path
 
@@ -29,9 +28,8 @@ def measurements(folder: str) -> dict[Path, list[dict]]:
     """Return the rows of all packages that have measurements in this folder of their benchmarks, by package folder."""
     packages = {}
     for package in sorted((ROOT / "packages").iterdir()):
-        files = sorted((package / "benchmarks" / folder).glob("*.json"))
-        if files:
-            packages[package] = [row for path in files for row in json.loads(path.read_text())]
+        if rows := result_tables.rows_in(package / "benchmarks" / folder):
+            packages[package] = rows
     return packages
 
 
