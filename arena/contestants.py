@@ -21,15 +21,8 @@ from tokenmix_nats_l.training import steer_shares
 from tokenmix_nha.windows import hybrid_windows, nha_layers
 from tokenmix_oryx.recipes import FAMILIES, mode_rows
 
-GDN, ATTENTION, WINDOW, MAMBA2, LTE, NSA, NATS_L = (
-    "gated_delta_net",
-    "attention",
-    "window",
-    "mamba2",
-    "lte",
-    "nsa",
-    "nats_l",
-)
+GDN, ATTENTION, WINDOW, MAMBA2 = "gated_delta_net", "attention", "window", "mamba2"
+LTE, NSA, NATS_L = "lte", "nsa", "nats_l"
 # divisions of the comparison: in PARAMETERS, models have equal parameter counts; in STATE, also equal state sizes
 PARAMETERS, STATE = "parameters", "state"
 DIVISIONS = (PARAMETERS, STATE)
@@ -188,6 +181,12 @@ _ORYX: dict[str, Any] = {
 _LTE: dict[str, Any] = {"model_type": "tokenmix_lte", "callbacks": (steer_sparsity,)}
 _NATS_L: dict[str, Any] = {"model_type": "tokenmix_nats_l", "callbacks": (steer_shares,)}
 
+
+def _ablation(of: str, name: str, title: str, layers: Callable[[Size], Fields], **options: Any) -> Contestant:
+    """Return an ablation of the contestant `of`, which takes part on request."""
+    return Contestant(name, title, layers, on_request=True, ablates=of, **options)
+
+
 CONTESTANTS = {
     contestant.name: contestant
     for contestant in (
@@ -205,11 +204,7 @@ CONTESTANTS = {
             lambda s: iter([_pattern(GDN, gated_delta_net=_square_gdn(s))]),
         ),
         Contestant("mamba2", "Mamba-2", lambda s: _mamba2(s, 128), lambda s: iter([_mamba2(s, s.head_dim // 2)])),
-        Contestant(
-            "gdn-h",
-            "GDN-H",
-            _gdn_hybrid,
-        ),
+        Contestant("gdn-h", "GDN-H", _gdn_hybrid),
         Contestant(
             "nha",
             "NHA",
@@ -236,55 +231,34 @@ CONTESTANTS = {
             capped=True,
             **_LTE,
         ),
-        Contestant(
-            "lansa",
-            "laNSA",
-            lambda s: _alternating_gdn(NSA, s, _nsa(s)),
-            model_type="tokenmix_lte",
-        ),
+        Contestant("lansa", "laNSA", lambda s: _alternating_gdn(NSA, s, _nsa(s)), model_type="tokenmix_lte"),
         Contestant("nsa", "NSA", lambda s: _pattern(NSA, nsa=_nsa(s)), model_type="tokenmix_lte"),
         Contestant("nats-l", "NAtS-L", lambda s: _pattern(NATS_L, nats_l=_nats_l(s, hybrid=False)), **_NATS_L),
         Contestant("nats-l-h", "NAtS-L Hybrid", _nats_l_hybrid, **_NATS_L),
-        Contestant(
-            "gdn-h-nope",
-            "GDN-H, without RoPE",
-            lambda s: _gdn_hybrid(s, rope=False),
-            on_request=True,
-            ablates="gdn-h",
-        ),
-        Contestant(
-            "nats-l-h-rope",
-            "NAtS-L Hybrid, RoPE",
-            partial(_nats_l_hybrid, rope=True),
-            on_request=True,
-            ablates="nats-l-h",
-            **_NATS_L,
-        ),
+        _ablation("gdn-h", "gdn-h-nope", "GDN-H, without RoPE", partial(_gdn_hybrid, rope=False)),
+        _ablation("nats-l-h", "nats-l-h-rope", "NAtS-L Hybrid, RoPE", partial(_nats_l_hybrid, rope=True), **_NATS_L),
         *(
-            Contestant(
+            _ablation(
+                "nats-l-h",
                 f"nats-l-h-share-{percent}",
                 f"NAtS-L Hybrid, {percent} % softmax",
                 partial(_nats_l_hybrid, softmax_share=percent / 100),
-                on_request=True,
-                ablates="nats-l-h",
                 **_NATS_L,
             )
             for percent in SOFTMAX_SHARES
         ),
-        Contestant(
+        _ablation(
+            "nha-h",
             "nha-h-fixed-sum",
             "NHA-H, fixed sum",
             lambda s: _nha(s, s.nha_window, s.nha_slots, hybrid=True, fusion="fixed"),
-            on_request=True,
-            ablates="nha-h",
             **_NHA,
         ),
-        Contestant(
+        _ablation(
+            "oryx-tm",
             "oryx-tm-sequence",
             "Oryx-TM, one mode per sequence",
             _oryx("tm", mode_assignment="sequence"),
-            on_request=True,
-            ablates="oryx-tm",
             **_ORYX,
         ),
         Contestant(
@@ -300,14 +274,13 @@ CONTESTANTS = {
             lambda s: _alternating_gdn(WINDOW, s, {"type": ATTENTION, **_attention(s, window=_token_budget(s))}),
             on_request=True,
         ),
-        Contestant("lalte-mlp", "laLTE, MLP", partial(_lalte, scorer="mlp"), on_request=True, ablates="lalte", **_LTE),
+        _ablation("lalte", "lalte-mlp", "laLTE, MLP", partial(_lalte, scorer="mlp"), **_LTE),
         *(
-            Contestant(
+            _ablation(
+                "nats-l-h",
                 f"nats-l-h-{name}",
                 f"NAtS-L Hybrid, {name.replace('-', ' ')}",
                 partial(_nats_l_hybrid, **TABLE_4[name]),
-                on_request=True,
-                ablates="nats-l-h",
                 **_NATS_L,
             )
             for name in TABLE_4

@@ -92,26 +92,32 @@ def execute(run: Run, comparison: Comparison, work: Path, *, deadline: float, co
         if time.time() >= deadline:
             return False
         rows = _evaluate(run, size, folder)
-    model = solve(run.contestant, run.division, size)
-    result = {
-        **run._asdict(),
-        "size": size.name,
-        "rule": fingerprint(run, size),
-        "rules": rules.digest(),
-        "parameters": model.parameters,
-        "state bytes": model.state_bytes,
+    measured = {
+        "state bytes": solve(run.contestant, run.division, size).state_bytes,
         **_training_log(folder, diverged),
         "rows": rows,
         "jobs": jobs,
         "evaluation seconds": round(time.time() - trained, 1),
-        "environment": {**environment(), "commit": commit},
     }
+    result = _result(run, size, measured, commit)
     if run.task in (NEEDLE, TEXT):
         on_corpus = run.task == TEXT and size.corpus
         result["corpus"] = corpus.identity() if on_corpus else corpus_of(None, byte_tokenizer())
     store.add(comparison.folder, result)
     shutil.rmtree(folder.parent, ignore_errors=True)
     return True
+
+
+def _result(run: Run | CostRun, size: Size, measured: Mapping[str, Any], commit: str) -> dict[str, Any]:
+    return {
+        **run._asdict(),
+        "size": size.name,
+        "rule": fingerprint(run, size),
+        "rules": rules.digest(),
+        "parameters": solve(run.contestant, run.division, size).parameters,
+        **measured,
+        "environment": {**environment(), "commit": commit},
+    }
 
 
 def _evaluate(run: Run, size: Size, folder: Path) -> dict[str, Any]:
@@ -190,16 +196,7 @@ def measure_costs(run: CostRun, comparison: Comparison, *, commit: str) -> bool:
             training = measure_training(model, run.length, repeats=repeats)
         rows.append({"mode": mode, **inference, "training tokens/s": training["tokens/s"]})
         rows[-1]["training peak bytes"] = training.get("peak bytes")
-    result = {
-        **run._asdict(),
-        "size": size.name,
-        "rule": fingerprint(run, size),
-        "rules": rules.digest(),
-        "parameters": solve(run.contestant, run.division, size).parameters,
-        "rows": rows,
-        "environment": {**environment(), "commit": commit},
-    }
-    store.add(comparison.folder, result)
+    store.add(comparison.folder, _result(run, size, {"rows": rows}, commit))
     return True
 
 
