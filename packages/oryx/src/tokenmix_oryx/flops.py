@@ -24,27 +24,15 @@ class MixerFlops(NamedTuple):
         return sum(self)
 
 
-def linear_state_flops(seq_len: int, key_size: int, value_size: int, chunk_size: int) -> float:
-    """Return the FLOPs of all state updates: 2 T K V for states, 2 T K V / C for the scan over chunks of C tokens."""
-    return 2.0 * seq_len * key_size * value_size * (1 + 1 / chunk_size)
-
-
-def linear_output_flops(seq_len: int, key_size: int, value_size: int, chunk_size: int) -> float:
-    """Return the FLOPs of outputs in linear mode: 2 T C (K + V) in chunks of C tokens, 2 T K V to read chunk states."""
-    return 2.0 * seq_len * (chunk_size * (key_size + value_size) + key_size * value_size)
-
-
-def attention_output_flops(seq_len: int, key_size: int, value_size: int) -> float:
-    """Return the FLOPs of attention, T (T + 1) (K + V): scores and weighted values of T (T + 1) / 2 pairs."""
-    return float(seq_len * (seq_len + 1) * (key_size + value_size))
-
-
 def mixer_flops(
     seq_len: int, attention_share: float, *, key_size: int = 128, value_size: int = 128, chunk_size: int = 128
 ) -> MixerFlops:
     """Return the FLOPs of one head over T tokens, of which an evenly spaced fraction 1 − δ is in attention mode:
 
         2 T K V (1 + 1/C) + δ (2 T C (K + V) + 2 T K V) + (1 − δ) T (T + 1) (K + V)
+
+    The state takes 2 T K V, and 2 T K V / C for the scan over chunks of C tokens; linear outputs take 2 T C (K + V) in
+    chunks and 2 T K V to read chunk states; attention takes scores and weighted values of T (T + 1) / 2 pairs.
 
     Args:
         seq_len: T.
@@ -61,10 +49,11 @@ def mixer_flops(
             "mixer_flops: attention_share must be from 0 to 1 and sizes at least 1, got "
             f"{attention_share}, T={seq_len}, K={key_size}, V={value_size}, C={chunk_size}"
         )
+    state, sizes = 2.0 * seq_len * key_size * value_size, key_size + value_size
     return MixerFlops(
-        linear_state_flops(seq_len, key_size, value_size, chunk_size),
-        (1 - attention_share) * linear_output_flops(seq_len, key_size, value_size, chunk_size),
-        attention_share * attention_output_flops(seq_len, key_size, value_size),
+        state * (1 + 1 / chunk_size),
+        (1 - attention_share) * (2.0 * seq_len * chunk_size * sizes + state),
+        attention_share * float(seq_len * (seq_len + 1) * sizes),
     )
 
 

@@ -168,8 +168,6 @@ def slot_window_attention_step(
     backend = resolve_impl(op, impl, q)
     dims["N"] = dims["B"]
     _check_rest(op, backend, dims, **token)
-    if (q_slots is None) != (k_slots is None):
-        raise ValueError(f"{op}: q_slots and k_slots go together, got one without the other")
     if normalizer is not None:
         check_normalizer(op, normalizer)
     _check_state(op, dims, q, f if normalizer is None else None, k_slots, state)
@@ -201,9 +199,6 @@ def _check(op, q, k, v, f, q_slots, k_slots, cu_seqlens, window, scale, impl, *s
     backend = resolve_impl(op, impl, q, GLUON)
     if dims["T"] < 1:
         raise ValueError(f"{op}: q must hold at least one token, got T = {dims['T']}")
-    if (q_slots is None) != (k_slots is None):
-        given, absent = ("k_slots", "q_slots") if q_slots is None else ("q_slots", "k_slots")
-        raise ValueError(f"{op}: q_slots and k_slots go together, got {given} without {absent}")
     sequences = check_cu_seqlens(op, cu_seqlens, dims["B"], dims["T"])
     dims["N"] = dims["B"] if sequences is None else sequences
     # pass q again: the check compares the device of cu_seqlens with that of the first tensor
@@ -279,6 +274,9 @@ def _check_rest(op: str, impl: str | None, dims: dict[str, int], **tensors: Tens
     check_dtype(op, floats, **tensors)
     check_same_dtype(op, **{name: x for name, x in tensors.items() if name != "f"})
     check_multiple(op, "HQ", dims["HQ"], "H", dims["H"])
+    if (tensors["q_slots"] is None) != (tensors["k_slots"] is None):
+        given, absent = ("k_slots", "q_slots") if tensors["q_slots"] is None else ("q_slots", "k_slots")
+        raise ValueError(f"{op}: q_slots and k_slots go together, got {given} without {absent}")
     if impl != "reference":
         for letter, allowed in (("K", HEAD_SIZES), ("V", HEAD_SIZES), ("M", SLOTS)):
             if dims[letter] not in allowed:
