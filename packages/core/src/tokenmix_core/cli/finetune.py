@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -56,6 +57,7 @@ def run_finetune(
     from tokenmix_core.training.folder import run_lock
     from tokenmix_core.training.manifest import resumed
     from tokenmix_core.training.overrides import overridden
+    from tokenmix_core.training.ranks import together
     from tokenmix_core.training.trainer import train_locked
 
     settings, out, fields = _arguments(args, defaults)
@@ -64,8 +66,10 @@ def run_finetune(
     recipe, resume = recipe_of(**settings), bool(args.resume)
     recipe = resumed(recipe, out, fields, args.config) if resume else overridden(recipe, fields, args.config)
     # hold the lock until `finish` has written its model
-    with run_lock(out, resume=resume):
-        result = train_locked(recipe, out, resume=resume, recorded={"finetune": settings})
+    with ExitStack() as held:
+        with together(recipe.run.rank_timeout):
+            held.enter_context(run_lock(out, resume=resume))
+            result = train_locked(recipe, out, resume=resume, recorded={"finetune": settings})
         if (code := end_of_training(args, result)) is not None:
             return code
         folder = finish(settings, result.model_dir)

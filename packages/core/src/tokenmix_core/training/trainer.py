@@ -336,14 +336,8 @@ def train_locked(
     progress: bool = True,
     recorded: Mapping[str, Any] | None = None,
 ) -> TrainResult:
-    """Run a recipe as `train` does, for a caller that already holds `run_lock` and may hold it after training."""
-    with together(recipe.run.rank_timeout):
-        return _train(recipe, Path(output_dir), resume=resume, progress=progress, recorded=recorded)
-
-
-def _train(
-    recipe: Recipe, output_dir: Path, *, resume: bool, progress: bool, recorded: Mapping[str, Any] | None
-) -> TrainResult:
+    """Run a recipe as `train` does, for a caller that is inside `together` and `run_lock`, and may keep the lock."""
+    output_dir = Path(output_dir)
     differing = ("dataloader_num_workers", "sources")
     values = {name: value for name, value in recipe.values().items() if name not in differing}
     values |= {"recipe": recipe.name, "model_type": recipe.model_type, "resume": resume}
