@@ -160,7 +160,6 @@ def measure_inference(
     batch_size: int = 1,
     decode_tokens: int = DECODE_TOKENS,
     repeats: int = 3,
-    seed: int = 0,
     prompt: Int[Tensor, "B T"] | None = None,
 ) -> dict[str, Any]:
     """Time a prefill of `prompt` (`length` random tokens by default), then `decode_tokens` greedy decoding steps.
@@ -178,7 +177,7 @@ def measure_inference(
     from tokenmix_core.modeling import CACHE
 
     device = model.device
-    prompt = (random_prompt(model, batch_size, length, seed) if prompt is None else prompt).to(device)
+    prompt = (random_prompt(model, batch_size, length) if prompt is None else prompt).to(device)
     watch = Stopwatch(device)
     prefills, steps = [], []
     allocated, decoded, content = 0, 0, 0
@@ -236,7 +235,6 @@ def measure_training(
     *,
     batch_size: int = 1,
     repeats: int = 3,
-    seed: int = 0,
     prompt: Int[Tensor, "B T"] | None = None,
 ) -> dict[str, Any]:
     """Time forward and backward passes over `batch_size` sequences; return a table row of medians and fractions.
@@ -244,7 +242,7 @@ def measure_training(
     Tokens are random if no `prompt` is given; the fractions are those that `measure_inference` returns.
     """
     device = model.device
-    tokens = (random_prompt(model, batch_size, length, seed) if prompt is None else prompt).to(device)
+    tokens = (random_prompt(model, batch_size, length) if prompt is None else prompt).to(device)
     watch = Stopwatch(device)
     was_training = model.training
     model.train()

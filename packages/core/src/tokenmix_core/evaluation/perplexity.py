@@ -71,13 +71,10 @@ def _cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 def loss_by_position(
-    model: Any, sequences: Int[Tensor, "N T"], *, batch_size: int = 8, progress: bool = True, split_rows: bool = False
+    model: Any, sequences: Int[Tensor, "N T"], *, batch_size: int = 8, progress: bool = True
 ) -> Float[np.ndarray, "T-1"]:
-    """Return `token_losses`, averaged over the sequences in float64; entry t is the loss of token t + 1.
-
-    With `split_rows`, all processes make the same call, and each computes a part of every row.
-    """
-    return _sequence_losses(model, sequences, batch_size, progress, split_rows).mean(0, dtype=np.float64)
+    """Return `token_losses`, averaged over the sequences in float64; entry t is the loss of token t + 1."""
+    return _sequence_losses(model, sequences, batch_size, progress, split_rows=False).mean(0, dtype=np.float64)
 
 
 def _sequence_losses(

@@ -36,31 +36,26 @@ NIAH_LENGTHS = (1024, 2048, 4096)
 _HAYSTACK_WORDS = 200_000
 
 
-def score_recall(
-    model: Any, examples: RecallExamples, *, batch_size: int = 8, progress: bool = False
-) -> tuple[float, float]:
+def score_recall(model: Any, examples: RecallExamples, *, batch_size: int = 8) -> tuple[float, float]:
     """Return the accuracy (fraction of scored positions whose most likely token is the label) and mean loss in nats.
 
     Raises:
         ValueError: tokens that lie outside the model's vocabulary, or no scored position.
     """
-    accuracies, loss = _score_examples(model, examples, batch_size, progress)
+    accuracies, loss = _score_examples(model, examples, batch_size)
     scored = (examples.labels[:, 1:] != IGNORE_INDEX).sum(1).double()
     return float((torch.tensor(accuracies).nan_to_num() * scored).sum() / scored.sum()), loss
 
 
 @torch.inference_mode()
-def _score_examples(
-    model: Any, examples: RecallExamples, batch_size: int, progress: bool = False
-) -> tuple[list[float], float]:
+def _score_examples(model: Any, examples: RecallExamples, batch_size: int) -> tuple[list[float], float]:
     """Return each example's accuracy (NaN if it has no scored position), and the mean loss of all scored positions."""
     size = text.text_vocab_size(model)
     if (top := int(examples.input_ids.max())) >= size:
         raise ValueError(f"token {top} does not lie in the model's vocabulary of {size}")
     accuracies: list[float] = []
     loss = count = 0.0
-    batches = list(zip(examples.input_ids.split(batch_size), examples.labels.split(batch_size), strict=True))
-    for input_ids, labels in tqdm(batches, desc="recall", unit="batch", leave=False, disable=not progress):
+    for input_ids, labels in zip(*(x.split(batch_size) for x in examples), strict=True):
         logits = model(input_ids=input_ids.to(model.device), use_cache=False).logits[:, :-1]
         targets = labels[:, 1:].to(logits.device)
         scored = targets != IGNORE_INDEX
