@@ -361,8 +361,8 @@ def test_other_integers_of_the_same_kind_share_the_first_form(numbered):
 def test_launches_made_together_are_looked_up_once_each(numbered, monkeypatch):
     launch, kernel, compiled, launched = numbered
     launch(31, 16)
-    looked_up, key = [], forms.Forms.key
-    monkeypatch.setattr(forms.Forms, "key", lambda *args: looked_up.append(args) or key(*args))
+    looked_up, read = [], forms.Forms.read
+    monkeypatch.setattr(forms.Forms, "read", lambda *args: looked_up.append(args) or read(*args))
     calls = [(kernel, (16,), (torch.zeros(4), True, torch.zeros(4), n, 64, 16, 0.5), {}) for n in (33, 35)]
     packs = launcher.launch_together(calls)
     assert len(looked_up) == 2

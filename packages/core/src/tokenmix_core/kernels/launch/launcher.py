@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 import triton
-from torch import Tensor
 
 from tokenmix_core.kernels.launch import compat, fit, flags, forms, pdl
 from tokenmix_core.kernels.launch.cache.driver import Loaded, launch, loaded, packed
@@ -85,9 +84,9 @@ def launch_together(launches: list[Launch], foreseen: Sequence[Launch] = ()) -> 
     Return for each launch `pack(pointers)`, see `_Launcher.launch`.
     """
     every, taken = (*launches, *foreseen), _taker.take is not None
-    # look up each kernel once, by its key
-    keys = [kernel.key(*call) if isinstance(kernel, _Launcher) and not taken else None for kernel, _, *call in every]
-    new = [x for x, key in zip(every, keys, strict=True) if key is not None and not x[0].knows(*x[2:], key)]
+    # read each launch's arguments once
+    reads = [kernel.read(*call) if isinstance(kernel, _Launcher) and not taken else None for kernel, _, *call in every]
+    new = [x for x, read in zip(every, reads, strict=True) if read is not None and not x[0].knows(*x[2:], read[0])]
     together = compat.parallel_compilation()
     if len(new) > 1 and together is not None and all(compat.can_drop(kernel.fn) for kernel, *_ in new):
         device = current_device()
@@ -107,15 +106,15 @@ def launch_together(launches: list[Launch], foreseen: Sequence[Launch] = ()) -> 
                 # either the kernel needs too much shared memory or, once in thousands of times, compiling failed: let
                 # the launch compile it again or raise the error
                 compat.drop(form, compiled)
-    return [_launched(*x, key) for x, key in zip(launches, keys, strict=False)]
+    return [_launched(*x, read) for x, read in zip(launches, reads, strict=False)]
 
 
 def _launched(
-    kernel: Any, grid: tuple[int, ...], args: tuple, options: dict, key: tuple | None
+    kernel: Any, grid: tuple[int, ...], args: tuple, options: dict, read: tuple[tuple, tuple] | None
 ) -> Callable[[dict], bytes] | None:
-    """Make a launch and return `pack(pointers)`; `key` is the result of `_Launcher.key`, if it is known."""
+    """Make a launch and return `pack(pointers)`; `read` is the result of `_Launcher.read`, if it is known."""
     if isinstance(kernel, _Launcher):
-        return kernel.launch(grid, args, options, key)
+        return kernel.launch(grid, args, options, read)
     kernel[grid](*args, **options)
     packing = getattr(kernel, "packing", None)
     return None if packing is None else packing(grid, args, options)
@@ -220,16 +219,19 @@ class _Launcher:
         named = operator.itemgetter(*wanted) if len(wanted) > 1 else lambda options: (options[wanted[0]],)
         return named, tuple(name for name in options if name not in wanted)
 
-    def key(self, args: tuple, options: dict) -> tuple:
-        """Return the key (`forms.py`) of a call on the current device, specialised for its integers."""
-        return self._forms.key(current_device(), args, options)
+    def read(self, args: tuple, options: dict) -> tuple[tuple, tuple]:
+        """Return the key (`forms.py`) of a call on the current device, specialised for its integers, and its values.
+
+        The values are the arguments, with addresses instead of tensors.
+        """
+        return self._forms.read(current_device(), args, options)
 
     def form(self, args: tuple, options: dict, key: tuple | None = None) -> tuple[tuple, Any]:
         """Return key and kernel for a call: the general form (`forms.py`) if integers have varied, else specialised.
 
-        `key` is the result of `self.key`, if the caller has it.
+        `key` is the key that `self.read` returns, if the caller has it.
         """
-        key = key or self.key(args, options)
+        key = key or self.read(args, options)[0]
         if self._serves(key):
             return key, self.fn
         return (None if forms.asked() else self._forms.general(key, args, self._loaded)) or (key, self.fn)
@@ -245,7 +247,7 @@ class _Launcher:
 
     def keep(self, kernel: Loaded | None, args: tuple, options: dict) -> None:
         """Store a loaded kernel for calls with the key of these arguments; None if only Triton can launch them."""
-        exact = self.key(args, options)
+        exact = self.read(args, options)[0]
         key = self.form(args, options, exact)[0]
         # store a general form under the exact key too, so that the next call with these integers needs one lookup
         self._loaded.setdefault(key, (kernel, key != exact))
@@ -255,9 +257,9 @@ class _Launcher:
         compat.warn_of_missing()
 
     def launch(
-        self, grid: tuple[int, ...], args: tuple, options: dict, key: tuple | None = None
+        self, grid: tuple[int, ...], args: tuple, options: dict, read: tuple[tuple, tuple] | None = None
     ) -> Callable[[dict], bytes] | None:
-        """Make a launch with arguments in order and options; `key` as for `form`.
+        """Make a launch with arguments in order and options; `read` is the result of `self.read`, if it is known.
 
         Return `pack(pointers)`, which packs the launch for `driver.launch`; None if Triton must launch the kernel.
         `pack.general` tells whether the kernel is a general form (`forms.py`).
@@ -265,11 +267,10 @@ class _Launcher:
         if _taker.take is not None:
             _taker.take((self, grid, args, options))
             return None
-        key = key or self.key(args, options)
+        key, values = read or self.read(args, options)
         kernel = self._loaded[key][0] if self._serves(key) else self._compile(grid, args, options)
         # let Triton launch while a profiler's hook observes launches, because only Triton calls the hook
         start = None if kernel is None or observed() else launch()
-        values = [x.data_ptr() if isinstance(x, Tensor) else x for x in args]
         if kernel is None or start is None:
             with compiling(self.fn):
                 args, options = self._fitting(grid, args, options)
