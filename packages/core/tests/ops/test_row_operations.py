@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tokenmix_core.kernels import tuning
+from tokenmix_core.kernels import Replayed, tuning
+from tokenmix_core.kernels.launch import caching
 from tokenmix_core.ops import delta_gates, gated_rms_norm, rms_norm, rotate, swiglu, swiglu_linear
 from tokenmix_core.testing.agreement import gradients_through
 from tokenmix_core.testing.launch_spies import grids
@@ -266,6 +267,38 @@ class TestGates(OpContract):
     @staticmethod
     def results(output):
         return dict(zip(("g", "beta"), output, strict=True))
+
+
+@pytest.mark.gpu
+def test_one_capture_serves_all_batch_sizes_and_lengths(monkeypatch):
+    captured, capture = [], Replayed._capture
+    monkeypatch.setattr(Replayed, "_capture", lambda self, *call: captured.append(self) or capture(self, *call))
+
+    def calls(B, T):
+        given = random("cuda", torch.bfloat16, seed=T, x=(B, T, 48), z=(B, T, 48), q=(B, T, 3, 16), a=(B, T, 5))
+        given |= random("cuda", w=(48,), head=(16,), rates=(5,))
+        x, z, q, a, w, head, rates = given.values()
+        rotated = angles(T, 8, "cuda")
+        yield rms_norm(x, w)
+        yield rms_norm(x, w, z)
+        yield (gated_rms_norm(x, z, w, size=16, gate="before"),)
+        yield (gated_rms_norm(x, z, head, size=16),)
+        yield (swiglu(x, z),)
+        yield (rotate(q, **rotated),)
+        yield (rotate(q, **rotated, weight=head),)
+        yield delta_gates(a, a.flip(1), rates, rates)
+
+    for gradients in (False, True):
+        with torch.set_grad_enabled(gradients):
+            for _ in range(3):
+                list(calls(2, 40))
+            captured.clear()
+            for B, T in ((1, 64), (3, 700), (5, 1), (2, 41)):
+                with caching(False):
+                    wanted = list(calls(B, T))
+                for got, same in zip(calls(B, T), wanted, strict=True):
+                    assert all(torch.equal(y, z) for y, z in zip(got, same, strict=True))
+            assert not captured
 
 
 def test_the_rotation_keeps_lengths_and_turns_back(device):

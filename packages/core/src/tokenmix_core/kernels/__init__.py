@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from tokenmix_core.kernels.launch.cache.capture import is_plain as is_plain
     from tokenmix_core.kernels.launch.cache.replay import Checked as Checked
     from tokenmix_core.kernels.launch.cache.replay import Replayed as Replayed
+    from tokenmix_core.kernels.launch.cache.row_calls import RowCall as RowCall
     from tokenmix_core.kernels.launch.launcher import cached_launch as cached_launch
     from tokenmix_core.kernels.launch.launcher import compiled_together as compiled_together
     from tokenmix_core.kernels.pdl import gdc_launch_and_wait as gdc_launch_and_wait

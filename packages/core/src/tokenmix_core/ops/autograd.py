@@ -13,6 +13,7 @@ from torch.autograd.graph import increment_version
 from tokenmix_core.kernels.launch import compat
 from tokenmix_core.kernels.launch.cache.capture import is_plain
 from tokenmix_core.kernels.launch.cache.replay import Replayed
+from tokenmix_core.kernels.launch.cache.row_calls import RowCall
 from tokenmix_core.ops.dispatch import GLUON_ERRORS, give_up
 from tokenmix_core.ops.transforms import Context, is_reference, refuse_graph, refuse_writes, transformable
 
@@ -245,14 +246,24 @@ def differentiable(
     return call
 
 
-def eager_function(op: str, run: Callable, save: Callable, gradients: Callable) -> Callable:
+def eager_function(
+    op: str,
+    run: Callable,
+    save: Callable,
+    gradients: Callable,
+    by_rows: RowCall | None = None,
+    *,
+    cached: bool = True,
+) -> Callable:
     """Return `run` with gradients, for eager mode only: torch.compile fuses the reference, which is then faster.
 
     `run` returns a tensor or a tuple and goes through the launch cache; the other arguments are as in `differentiable`.
-    `op` is the operation's name.
+    `op` is the operation's name. With `by_rows` one capture serves all batch sizes and lengths. `cached` is False if
+    `run` itself calls functions that go through the launch cache.
     """
     transformed = transformable(op, run, save, gradients)
-    run = Replayed(run)
+    if cached:
+        run = Replayed(run, by_rows)
 
     class Eager(torch.autograd.Function):
         @staticmethod

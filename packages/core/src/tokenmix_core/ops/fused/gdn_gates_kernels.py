@@ -8,6 +8,7 @@ from torch import Tensor
 from tokenmix_core.chunking import cdiv
 from tokenmix_core.kernels import tuning
 from tokenmix_core.kernels.launch.cache.replay import Replayed
+from tokenmix_core.kernels.launch.cache.row_calls import RowCall
 from tokenmix_core.kernels.launch.launcher import cached_launch
 from tokenmix_core.kernels.pdl import gdc_launch_and_wait
 from tokenmix_core.kernels.triton.activations import sigmoid
@@ -117,4 +118,4 @@ def _gradients(ctx, dg, dbeta):
     return *_cached_backward(a, b, *parameters, dg, dbeta, ctx.max_beta), None
 
 
-gates = eager_function("delta_gates", _forward, _save, _gradients)
+gates = eager_function("delta_gates", _forward, _save, _gradients, RowCall())

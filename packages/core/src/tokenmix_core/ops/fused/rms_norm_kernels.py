@@ -10,6 +10,7 @@ from torch import Tensor
 from tokenmix_core.chunking import cdiv
 from tokenmix_core.kernels import tuning
 from tokenmix_core.kernels.launch.cache.replay import Replayed
+from tokenmix_core.kernels.launch.cache.row_calls import RowCall
 from tokenmix_core.kernels.launch.launcher import cached_launch
 from tokenmix_core.kernels.pdl import gdc_launch_and_wait
 from tokenmix_core.kernels.triton.activations import sigmoid
@@ -203,5 +204,5 @@ def _gradients(ctx, dy, dtotal=None):
     return *grads, None, None, None, None
 
 
-rms_norm_triton = eager_function("rms_norm", _run, _save, _gradients)
-gated_rms_norm_triton = eager_function("gated_rms_norm", _run, _save, _gradients)
+rms_norm_triton = eager_function("rms_norm", _run, _save, _gradients, RowCall())
+gated_rms_norm_triton = eager_function("gated_rms_norm", _run, _save, _gradients, RowCall())

@@ -10,6 +10,7 @@ from torch import Tensor
 from tokenmix_core.chunking import cdiv, next_power_of_2
 from tokenmix_core.kernels import tuning
 from tokenmix_core.kernels.launch.cache.replay import Replayed
+from tokenmix_core.kernels.launch.cache.row_calls import RowCall
 from tokenmix_core.kernels.launch.launcher import cached_launch
 from tokenmix_core.kernels.pdl import gdc_launch_and_wait
 from tokenmix_core.ops.autograd import eager_function
@@ -222,4 +223,4 @@ def _gradients(ctx, dy):
     return *_replayed(dy, *ctx.saved_tensors, ctx.eps), None, None, None
 
 
-rotate_triton = eager_function("rotate", _run, _save, _gradients)
+rotate_triton = eager_function("rotate", _run, _save, _gradients, RowCall(others={"rotated": 2}))

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from tokenmix_core.chunking import cdiv
 from tokenmix_core.kernels.launch.cache.replay import Replayed
+from tokenmix_core.kernels.launch.cache.row_calls import RowCall
 from tokenmix_core.kernels.launch.launcher import cached_launch
 from tokenmix_core.kernels.pdl import gdc_launch_and_wait
 from tokenmix_core.kernels.triton.activations import sigmoid
@@ -88,15 +89,21 @@ def _save(ctx, inputs, output) -> None:
 
 
 _replayed = Replayed(swiglu_backward)
+_replayed_forward = Replayed(swiglu_forward, RowCall())
+
+
+@Replayed
+def _run_linear_of_token(a, b, weight, residual) -> Tensor:
+    """Multiply silu(a) · b of one token by the weight and add the residual, in one GEMV kernel."""
+    added = None if residual is None else as_rows(residual)
+    return fused_linears_forward(as_rows(b), [weight], gate=as_rows(a), residual=added)[0]
 
 
 def _run_linear(a, b, weight, residual) -> Tensor:
     D, shape = a.shape[-1], (*a.shape[:-1], len(weight))
     if a.numel() == D and a.dtype in GEMV_DTYPES:
-        # for one token, one GEMV kernel computes silu(a) · b, multiplies by the weight and adds the residual
-        added = None if residual is None else as_rows(residual)
-        return fused_linears_forward(as_rows(b), [weight], gate=as_rows(a), residual=added)[0].view(shape)
-    h = swiglu_forward(a, b).view(-1, D)
+        return _run_linear_of_token(a, b, weight, residual).view(shape)
+    h = _replayed_forward(a, b).view(-1, D)
     y = (fused_linears_reference(h, [weight])[0] if has_slow_rows(h) else torch.mm(h, weight.t())).view(shape)
     return y if residual is None else residual + y
 
@@ -116,7 +123,7 @@ def _backward_linear(a, b, weight, dy):
 _replayed_linear = Replayed(_backward_linear)
 
 swiglu_triton = eager_function(
-    "swiglu", swiglu_forward, _save, lambda ctx, dh: _replayed(*ctx.saved_tensors, dh, False)
+    "swiglu", swiglu_forward, _save, lambda ctx, dh: _replayed(*ctx.saved_tensors, dh, False), RowCall()
 )
 
 
@@ -126,4 +133,4 @@ def _gradients_linear(ctx, dy):
     return *gradients, dy if ctx.needs_input_grad[3] else None
 
 
-swiglu_linear_triton = eager_function("swiglu_linear", _run_linear, _save_linear, _gradients_linear)
+swiglu_linear_triton = eager_function("swiglu_linear", _run_linear, _save_linear, _gradients_linear, cached=False)

@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tokenmix_core.chunking import cdiv, next_power_of_2
-from tokenmix_core.kernels import Replayed, cached_launch, gdc_launch_and_wait
+from tokenmix_core.kernels import Replayed, RowCall, cached_launch, gdc_launch_and_wait
 from tokenmix_core.ops import eager_function, rows_of
 
 # number of elements in a tile
@@ -114,4 +114,6 @@ def _launch(kernel, *branches_and_gates: Tensor, **others) -> None:
 
 _replayed = Replayed(_backward)
 
-gated_sum_triton = eager_function("gated_sum", _run, _save, lambda ctx, do: _replayed(*ctx.saved_tensors, do))
+gated_sum_triton = eager_function(
+    "gated_sum", _run, _save, lambda ctx, do: _replayed(*ctx.saved_tensors, do), RowCall("R", "BR")
+)

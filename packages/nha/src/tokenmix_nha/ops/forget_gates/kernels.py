@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tokenmix_core.chunking import cdiv
-from tokenmix_core.kernels import LOG2_E, Replayed, cached_launch, gdc_launch_and_wait
+from tokenmix_core.kernels import LOG2_E, Replayed, RowCall, cached_launch, gdc_launch_and_wait
 from tokenmix_core.ops import BD, BM, eager_function, rows_of, tile_of
 
 
@@ -78,4 +78,4 @@ def _gradients(ctx, dy):
     return _replayed(*ctx.saved_tensors, dy, ctx.normalizer), None
 
 
-gates = eager_function("log_forget_gates", _run, _save, _gradients)
+gates = eager_function("log_forget_gates", _run, _save, _gradients, RowCall())

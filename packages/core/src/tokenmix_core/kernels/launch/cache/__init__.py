@@ -6,5 +6,6 @@ Later calls with its signature are replayed (`replay`) by generated code (`codeg
 
 A capture takes longer than a run, and lengths may never recur. So a call is captured at once only if its sizes have new
 bit lengths or recent captures are replayed often; else only if its signature recurs, and after more occurrences if
-earlier captures were not replayed (`admission`). The number of cached calls is bounded.
+earlier captures were not replayed (`admission`). The number of cached calls is bounded. The capture of a row operation
+serves all batch sizes and lengths (`row_calls`).
 """

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from tokenmix_core.kernels.launch import compat
 from tokenmix_core.kernels.launch.cache.codegen import Step, compiled
+from tokenmix_core.kernels.launch.cache.row_calls import RowCall, row_call
 from tokenmix_core.kernels.launch.compat import storage
 
 _aten = torch.ops.aten
@@ -92,8 +93,12 @@ class Capture(compat.Mode):
         self._waiting: list[tuple[Any, list[tuple]]] = []
         self._steps: list[Step] = []
         self._possible = True
+        # the kernels that the call launches
+        self._kernels: list[Any] = []
         # whether a kernel of the call is a general form, compiled for all lengths
         self.general = False
+        # whether the replay serves other batch sizes and lengths
+        self.by_rows = False
 
     @contextmanager
     def observing(self) -> Iterator[None]:
@@ -173,7 +178,8 @@ class Capture(compat.Mode):
         waiting, self._waiting = self._waiting, []
         with launching().taken(None):
             packs = launching().launch_together([launch for launch, _ in waiting], foreseen)
-        for pack, ((_, _, args, _), buffers) in zip(packs, waiting, strict=True):
+        for pack, ((kernel, _, args, _), buffers) in zip(packs, waiting, strict=True):
+            self._kernels.append(kernel)
             self._add_launch(pack, list(args), buffers)
 
     def _add_launch(self, pack: Any, args: list, buffers: list[tuple]) -> None:
@@ -214,12 +220,20 @@ class Capture(compat.Mode):
         self._steps.append(Step(self._buffers, call, False, args, tensors, result))
         self._buffers = []
 
-    def replay(self, output: Any) -> Callable | None:
-        """Return `call(stream, tensors, pointers)`, which replays the capture; None if it is not replayable."""
+    def replay(self, output: Any, inputs: Sequence = (), by_rows: RowCall | None = None) -> Callable | None:
+        """Return `call(stream, tensors, pointers)`, which replays the capture; None if it is not replayable.
+
+        With `by_rows` the replay serves `inputs` of other batch sizes and lengths, too, if `row_call` allows that.
+        """
         single = isinstance(output, Tensor)
         outputs = [None if x is None else self._find(x) or (-1, None) for x in ((output,) if single else output)]
         if not self._steps or not self._possible or (-1, None) in outputs:
             return None
         self._steps[-1].buffers.extend(self._buffers)
         make = (lambda x: x[0]) if single else getattr(type(output), "_make", type(output))
+        if by_rows is not None and len(self._kernels) == len(self._steps) == 1:
+            call = row_call(by_rows, self._steps[0], *self._kernels, inputs, outputs, make, launching().launch())
+            self.by_rows = call is not None
+            if call is not None:
+                return call
         return compiled(self._steps, self._first, outputs, make, launching().launch())

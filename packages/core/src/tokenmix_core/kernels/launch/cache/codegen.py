@@ -14,6 +14,7 @@ from torch import Tensor
 
 from tokenmix_core.chunking import cdiv
 from tokenmix_core.kernels.launch import compat
+from tokenmix_core.kernels.launch.cache.row_calls import is_long
 
 # maximum size of the allocation that buffers used only by kernels share: a larger one would hold memory for too long
 _MAX_SHARED_BYTES = 4 << 20
@@ -117,18 +118,20 @@ def _packed(launches: list[Step], parts: dict[int, int]) -> tuple[bytes, list[st
 
 
 def matching(
-    call: Callable, inputs: Sequence, device: int, launching: Any, matches: list[int], most: int | None = None
-) -> Callable | None:
+    call: Callable, inputs: Sequence, device: int, launching: Any, matches: list[int], most: int | None = None,
+    *, by_rows: bool = False,
+) -> Callable | None:  # fmt: skip
     """Return a function `match(*inputs)` that returns `call` and its arguments for inputs of this signature, else None.
 
     `matching` returns None if torch lacks guards or an input's address is not a multiple of 16 bytes. Matches are
-    counted in `matches[0]`; after `most` matches `match` returns None.
+    counted in `matches[0]`; after `most` matches `match` returns None. If `by_rows`, long inputs (`is_long`) match with
+    any batch size and length if they are contiguous.
     """
     if compat.Guards is None or any(x.data_ptr() % 16 for x in inputs if isinstance(x, Tensor)):
         return None
     most = sys.maxsize if most is None else most
     names = {"call": call, "launching": launching, "matches": matches, "device": device, "most": most}
-    return _guarded(_match_code, inputs, names)
+    return _guarded(_match_code, inputs, names, by_rows)
 
 
 def _match_code(tensors: tuple[int, ...]) -> list[str]:
@@ -159,14 +162,16 @@ def _alike_code(tensors: tuple[int, ...]) -> list[str]:
     return ["matches[0] += 1", "return True"]
 
 
-def _guarded(body: Callable, inputs: Sequence, names: dict[str, Any]) -> Callable:
+def _guarded(body: Callable, inputs: Sequence, names: dict[str, Any], by_rows: bool = False) -> Callable:
     """Return a function that runs `body`'s code if its arguments have the signature of `inputs`, else returns None.
 
     It takes any number of arguments, because an operation may have saved more tensors in one call than in another.
     """
-    kinds = []
+    names["by_rows"], kinds = by_rows, []
     for i, x in enumerate(inputs):
         kinds.append(None if x is None else isinstance(x, Tensor))
+        if by_rows and kinds[-1] and is_long(x):
+            kinds[-1] = "rows"
         if kinds[-1] is False:
             names[f"c{i}"], names[f"k{i}"] = x, type(x)
     exec(_guard_code(body, tuple(kinds)), names)
@@ -175,8 +180,12 @@ def _guarded(body: Callable, inputs: Sequence, names: dict[str, Any]) -> Callabl
 
 
 @functools.lru_cache(256)
-def _guard_code(body: Callable, kinds: tuple[bool | None, ...]) -> CodeType:
-    """Return the code of a `_guarded` function; `kinds` are None for None, True for tensors, False for other inputs."""
+def _guard_code(body: Callable, kinds: tuple[bool | str | None, ...]) -> CodeType:
+    """Return the code of a `_guarded` function.
+
+    `kinds` are None for None, True for tensors, "rows" for tensors of any batch size and length, False for other
+    inputs.
+    """
     different = ["more"]
     for i, kind in enumerate(kinds):
         if kind is None:
@@ -187,6 +196,7 @@ def _guard_code(body: Callable, kinds: tuple[bool | None, ...]) -> CodeType:
     indices = tuple(i for i, kind in enumerate(kinds) if kind)
     tensors = ", ".join(f"x{i}" for i in indices)
     different.append(f"not (same({tensors}) or also({tensors}))")
+    different += [f"not x{i}.is_contiguous()" for i, kind in enumerate(kinds) if kind == "rows"]
     lines = [f"if {' or '.join(different)}:", "    return None", *body(indices)]
     return _code(_text(f"guarded({''.join(f'x{i}=None, ' for i in range(len(kinds)))}*more)", lines))
 
@@ -198,12 +208,17 @@ def renew(guarded: Callable, inputs: Sequence) -> None:
     """
     names = guarded.__globals__
     names["also"] = names.get("same", lambda *tensors: False)
-    names["same"] = _same([x for x in inputs if isinstance(x, Tensor)])
+    names["same"] = _same([x for x in inputs if isinstance(x, Tensor)], names["by_rows"])
 
 
-def _same(tensors: Sequence[Tensor]) -> Callable:
-    """Return a function that tells whether tensors equal `tensors` in dtype, device, sizes, strides, dispatch keys."""
+def _same(tensors: Sequence[Tensor], by_rows: bool) -> Callable:
+    """Return a function that tells whether tensors equal `tensors` in dtype, device, sizes, strides, dispatch keys.
+
+    If `by_rows`, batch size and length of long tensors, and the strides of these dimensions, may differ.
+    """
     sizes, strides = [list(x.shape) for x in tensors], [list(x.stride()) for x in tensors]
+    if by_rows:
+        sizes, strides = ([[None, None, *y[2:]] if len(y) > 2 else y for y in x] for x in (sizes, strides))
     return compat.Guards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
 
 

@@ -14,6 +14,7 @@ from tokenmix_core.kernels.launch import compat, flags, forms
 from tokenmix_core.kernels.launch.cache.admission import Admission, keep_last
 from tokenmix_core.kernels.launch.cache.capture import Capture, is_plain, launching
 from tokenmix_core.kernels.launch.cache.codegen import alike, matching, renew
+from tokenmix_core.kernels.launch.cache.row_calls import RowCall
 
 # maximum number of calls that are cached for a function
 MAX_CALLS = 96
@@ -41,11 +42,11 @@ class Replayed:
     `cached_launch` and calls simple torch operations; else every call is run. A replay reuses the captured tiles, so
     `tuning.override` invalidates the cache, and code that changes another choice calls `invalidate`. The kernels of a
     captured call are compiled in parallel; for this purpose the first call with sizes of new bit lengths is captured at
-    once.
+    once. With `by_rows` one capture serves all batch sizes and lengths (`row_calls`).
     """
 
-    def __init__(self, run: Callable) -> None:
-        self.run = run
+    def __init__(self, run: Callable, by_rows: RowCall | None = None) -> None:
+        self.run, self._by_rows = run, by_rows
         # maps signatures to cached calls, in order of their last use; to None if the call cannot be replayed
         self._calls: dict[tuple, _Call | None] = {}
         # `match(*inputs)` of the latest signatures; it returns a replay's `call, stream, tensors, pointers`, or None
@@ -115,13 +116,13 @@ class Replayed:
         with capture.observing(), launching().taken(capture.take):
             output = self.run(*inputs)
         capture.launch([] if foresee is None else _foreseen(foresee, inputs, output))
-        call, replays = capture.replay(output), [0]
+        call, replays = capture.replay(output, inputs, self._by_rows), [0]
         self._admission.captured(inputs, replays)
         if call is None:
             self._calls[key] = None
         else:
             most = _SPECIALISED if capture.general else None
-            match = matching(call, inputs, key[0], launching(), replays, most)
+            match = matching(call, inputs, key[0], launching(), replays, most, by_rows=capture.by_rows)
             known = _Call(call, match, replays, capture.general)
             self._calls[key] = known
             self._expect(known)
