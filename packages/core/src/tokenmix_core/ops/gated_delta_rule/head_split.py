@@ -100,14 +100,21 @@ def join_gradients(grads: Gradients, parts: int) -> Gradients:
 
 
 def _join_values(x: Tensor, parts: int) -> Tensor:
-    return x.unflatten(2, (-1, parts)).flatten(3)
+    return x.reshape(*x.shape[:2], x.shape[2] // parts, x.shape[3] * parts)
 
 
 def split_states(states: Tensor, parts: int) -> Tensor:
     """Return states `[N, HV, K, V]` as `[N, HV · parts, K, V / parts]`."""
-    return states.unflatten(-1, (parts, -1)).transpose(2, 3).contiguous().flatten(1, 2)
+    N, HV, K, V = states.shape
+    return states.reshape(N, HV, K, parts, V // parts).transpose(2, 3).contiguous().view(N, HV * parts, K, V // parts)
 
 
 def join_states(states: Tensor, parts: int) -> Tensor:
     """Undo `split_states`."""
-    return states.unflatten(1, (-1, parts)).transpose(2, 3).contiguous().flatten(3)
+    N, heads, K, V = states.shape
+    return (
+        states.reshape(N, heads // parts, parts, K, V)
+        .transpose(2, 3)
+        .contiguous()
+        .view(N, heads // parts, K, V * parts)
+    )
