@@ -276,13 +276,14 @@ def test_one_capture_serves_all_batch_sizes_and_lengths(monkeypatch):
 
     def calls(B, T):
         given = random("cuda", torch.bfloat16, seed=T, x=(B, T, 48), z=(B, T, 48), q=(B, T, 3, 16), a=(B, T, 5))
-        given |= random("cuda", w=(48,), head=(16,), rates=(5,))
-        x, z, q, a, w, head, rates = given.values()
+        given |= random("cuda", torch.bfloat16, wide=(B, T, 160)) | random("cuda", w=(48,), head=(16,), rates=(5,))
+        x, z, q, a, wide, w, head, rates = given.values()
         rotated = angles(T, 8, "cuda")
         yield rms_norm(x, w)
         yield rms_norm(x, w, z)
         yield (gated_rms_norm(x, z, w, size=16, gate="before"),)
         yield (gated_rms_norm(x, z, head, size=16),)
+        yield (gated_rms_norm(x, wide[..., 48:96], head, size=16),)
         yield (swiglu(x, z),)
         yield (rotate(q, **rotated),)
         yield (rotate(q, **rotated, weight=head),)

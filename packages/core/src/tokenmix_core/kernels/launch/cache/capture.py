@@ -232,7 +232,9 @@ class Capture(compat.Mode):
         self._steps[-1].buffers.extend(self._buffers)
         make = (lambda x: x[0]) if single else getattr(type(output), "_make", type(output))
         if by_rows is not None and len(self._kernels) == len(self._steps) == 1:
-            call = row_call(by_rows, self._steps[0], *self._kernels, inputs, outputs, make, launching().launch())
+            step = self._steps[0]
+            launched = step.call, step.buffers, step.operands
+            call = row_call(by_rows, self._kernels[0], *launched, inputs, outputs, make, launching().launch())
             self.by_rows = call is not None
             if call is not None:
                 return call

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tokenmix_core.chunking import cdiv
 from tokenmix_core.kernels.launch import compat
-from tokenmix_core.kernels.launch.cache.row_calls import is_long
+from tokenmix_core.kernels.launch.cache.row_calls import is_long, is_slice
 
 # maximum size of the allocation that buffers used only by kernels share: a larger one would hold memory for too long
 _MAX_SHARED_BYTES = 4 << 20
@@ -125,7 +125,7 @@ def matching(
 
     `matching` returns None if torch lacks guards or an input's address is not a multiple of 16 bytes. Matches are
     counted in `matches[0]`; after `most` matches `match` returns None. If `by_rows`, long inputs (`is_long`) match with
-    any batch size and length if they are contiguous.
+    any batch size and length if they are contiguous, or slices as the given ones.
     """
     if compat.Guards is None or any(x.data_ptr() % 16 for x in inputs if isinstance(x, Tensor)):
         return None
@@ -171,7 +171,7 @@ def _guarded(body: Callable, inputs: Sequence, names: dict[str, Any], by_rows: b
     for i, x in enumerate(inputs):
         kinds.append(None if x is None else isinstance(x, Tensor))
         if by_rows and kinds[-1] and is_long(x):
-            kinds[-1] = "rows"
+            kinds[-1] = "slice" if is_slice(x) else "rows"
         if kinds[-1] is False:
             names[f"c{i}"], names[f"k{i}"] = x, type(x)
     exec(_guard_code(body, tuple(kinds)), names)
@@ -183,8 +183,8 @@ def _guarded(body: Callable, inputs: Sequence, names: dict[str, Any], by_rows: b
 def _guard_code(body: Callable, kinds: tuple[bool | str | None, ...]) -> CodeType:
     """Return the code of a `_guarded` function.
 
-    `kinds` are None for None, True for tensors, "rows" for tensors of any batch size and length, False for other
-    inputs.
+    `kinds` are None for None, True for tensors, "rows" and "slice" for contiguous tensors and slices of any batch size
+    and length, False for other inputs.
     """
     different = ["more"]
     for i, kind in enumerate(kinds):
@@ -197,6 +197,11 @@ def _guard_code(body: Callable, kinds: tuple[bool | str | None, ...]) -> CodeTyp
     tensors = ", ".join(f"x{i}" for i in indices)
     different.append(f"not (same({tensors}) or also({tensors}))")
     different += [f"not x{i}.is_contiguous()" for i, kind in enumerate(kinds) if kind == "rows"]
+    different += [
+        f"x{i}.shape[0] > 1 and x{i}.stride(0) != x{i}.shape[1] * x{i}.stride(1)"
+        for i, kind in enumerate(kinds)
+        if kind == "slice"
+    ]
     lines = [f"if {' or '.join(different)}:", "    return None", *body(indices)]
     return _code(_text(f"guarded({''.join(f'x{i}=None, ' for i in range(len(kinds)))}*more)", lines))
 
@@ -214,11 +219,14 @@ def renew(guarded: Callable, inputs: Sequence) -> None:
 def _same(tensors: Sequence[Tensor], by_rows: bool) -> Callable:
     """Return a function that tells whether tensors equal `tensors` in dtype, device, sizes, strides, dispatch keys.
 
-    If `by_rows`, batch size and length of long tensors, and the strides of these dimensions, may differ.
+    If `by_rows`, batch size and length of long tensors may differ, and the strides that depend on them.
     """
     sizes, strides = [list(x.shape) for x in tensors], [list(x.stride()) for x in tensors]
     if by_rows:
-        sizes, strides = ([[None, None, *y[2:]] if len(y) > 2 else y for y in x] for x in (sizes, strides))
+        sizes = [[None, None, *x[2:]] if len(x) > 2 else x for x in sizes]
+        for x, stride in zip(tensors, strides, strict=True):
+            if is_long(x):
+                stride[: 1 if is_slice(x) else 2] = [None] if is_slice(x) else [None, None]
     return compat.Guards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
 
 
