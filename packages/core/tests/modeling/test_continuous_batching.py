@@ -214,7 +214,7 @@ def _serve(model, prompts, pool, budget, **options):
         states, cache = manager.model.states, manager.batch_processor.cache
         assert not len(states)
         assert not states.allocated_nbytes
-        assert cache.compute_free_capacity() == 1.0
+        assert cache.free == cache.pages
     return found, states.prefixes
 
 

@@ -1,38 +1,34 @@
-"""Continuous batching by transformers' engine: `generate_batch` and `continuous_batching_context_manager`.
+"""Continuous batching in transformers' interface: `generate_batch` and `continuous_batching_context_manager`.
 
-transformers' scheduler, request queues, sampling and streaming run unchanged. Its paged cache only counts tokens: it is
-the cache of a placeholder model with one tiny layer, by which the scheduler admits, splits and preempts requests by
-their lengths. `RequestStates` holds the real states.
+transformers' manager, request queues, records of requests, logits processors and streams are used. `RequestScheduler`
+selects the tokens of each step, `BatchProcessor` launches steps and reads their tokens, `RequestStates` holds states.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from copy import copy
 from typing import Any
 
-import torch
 from torch import Tensor
 from transformers import ContinuousBatchingConfig, GenerationConfig, LlamaConfig
 from transformers.generation.continuous_batching.continuous_api import ContinuousBatchingManager
 from transformers.generation.continuous_batching.utils import get_device_and_memory_breakdown
-from transformers.modeling_outputs import CausalLMOutput
 
+from tokenmix_core.modeling.batch_processor import BatchProcessor
+from tokenmix_core.modeling.batch_scheduler import INPUTS
 from tokenmix_core.modeling.cache_name import CACHE
 from tokenmix_core.modeling.prefixes import Prefixes
-from tokenmix_core.modeling.request_states import Chunk, RequestStates
+from tokenmix_core.modeling.request_states import RequestStates
 
 # maximum number of requests that run at the same time
 _REQUESTS = 256
 # maximum capacity in tokens that the scheduler is told, even if the states' size does not depend on tokens
 _MOST_TOKENS = 1 << 22
-# name of the request option that has extra inputs for the mixers
-_INPUTS = "mixer_inputs"
 
 
 class ServedModel:
-    """Wraps a causal language model in the interface that transformers' engine expects of models with a paged cache.
+    """Wraps a causal language model in the interface that transformers' manager expects of models with a paged cache.
 
     Args:
         model: the model, with `make_cache`, `decoding` and `state_bytes`.
@@ -45,7 +41,7 @@ class ServedModel:
         self.model, self.device, self.dtype = model.eval(), model.device, model.dtype
         self.generation_config = model.generation_config
         text = model.config.get_text_config()
-        # the placeholder model: one layer with one head of size 1
+        # transformers derives defaults from the configuration of a placeholder: one layer with one head of size 1
         self.config = LlamaConfig(
             num_hidden_layers=1,
             hidden_size=1,
@@ -59,9 +55,6 @@ class ServedModel:
         # for this name, transformers builds no masks
         self.config._attn_implementation = "flash_attention_2"
         self.states = RequestStates(model)
-        self._chunks: list[Chunk] = []
-        # called with a request's id and the number of its first tokens whose states another request's snapshot contains
-        self.on_prefix: Callable[[str, int], object] = lambda request, tokens: None
 
     def eval(self) -> ServedModel:
         """Return self: the model is always in evaluation mode."""
@@ -79,79 +72,8 @@ class ServedModel:
     def _cached_continuous_batching_manager(self, manager: Any) -> None:
         self.model._cached_continuous_batching_manager = manager
 
-    def _supports_logits_to_keep(self) -> bool:
-        return True
-
     def _get_logits_processor(self, generation_config: GenerationConfig) -> Any:
         return self.model._get_logits_processor(generation_config)
-
-    def watch(self, processor: Any) -> None:
-        """Hook into an engine: note each step's chunks, and which requests begin, end, are preempted or forked."""
-        cache, scheduler = processor.cache, processor.scheduler
-        index, free, fork = cache.extend_read_and_write_indices, cache.free_blocks, cache.prepare_fork_request
-        free_all, schedule = cache.free_all_requests, scheduler.schedule_batch
-
-        def inputs_of(state: Any) -> dict[str, Any]:
-            return {} if state is None else state.logit_processor_kwargs.get(_INPUTS, {})
-
-        @functools.wraps(index)
-        def extend(request: str, past: int, tokens: int, *args: Any) -> None:
-            # a one-token prompt that is about to be forked has no tokens in this step
-            if tokens:
-                state = scheduler.active_requests.get(request)
-                given = 0 if state is None else len(state.initial_tokens)
-                end = 0 if state is None else given + (state.max_new_tokens or 0)
-                self._chunks.append(Chunk(request, past, tokens, inputs_of(state), past < given, end))
-            index(request, past, tokens, *args)
-
-        @functools.wraps(cache.search_prefix_match)
-        def search(request: str, tokens: list[int]) -> int:
-            state = scheduler.waiting_requests.get(request)
-            found = self.states.begin(request, tokens, inputs_of(state))
-            # a preempted request is not counted again, because it found its prefix earlier
-            if found and state is not None and not state._true_initial_tokens:
-                self.on_prefix(request, found)
-            return found
-
-        @functools.wraps(schedule)
-        def schedule_batch(*args: Any) -> Any:
-            self.states.begin_step()
-            return schedule(*args)
-
-        @functools.wraps(free)
-        def free_blocks(request: str, *args: Any, **kwargs: Any) -> None:
-            self.states.drop(request)
-            free(request, *args, **kwargs)
-
-        @functools.wraps(fork)
-        def prepare_fork(state: Any, *args: Any) -> list[str]:
-            forked = fork(state, *args)
-            self.states.fork(state.request_id, forked)
-            return forked
-
-        @functools.wraps(free_all)
-        def free_all_requests(*args: Any, **kwargs: Any) -> None:
-            self.states.clear()
-            free_all(*args, **kwargs)
-
-        cache.extend_read_and_write_indices, cache.free_blocks = extend, free_blocks
-        cache.prepare_fork_request, cache.free_all_requests = prepare_fork, free_all_requests
-        # with these settings, the scheduler calls `search` for the prefix of each new request, and trusts the answer
-        cache.use_prefix_sharing, cache.search_prefix_match = True, search
-        scheduler.schedule_batch = schedule_batch
-        # the engine keeps registered options with a request, even if the request is preempted or forked
-        processor.logit_processor.supported_keys[_INPUTS] = dict
-
-    def __call__(self, input_ids: Tensor, logits_to_keep: Tensor, **_: Any) -> CausalLMOutput:
-        """Compute a step's tokens `[1, T]`; return the logits `[1, kept, vocab]` at the indices `logits_to_keep`."""
-        chunks, self._chunks = self._chunks, []
-        if not chunks:
-            return CausalLMOutput(logits=torch.empty(1, 0, self.config.vocab_size, device=self.device))
-        logits = self.states.run(chunks, input_ids[:, : sum(x.tokens for x in chunks)].long())
-        last = torch.tensor([x.tokens for x in chunks], device=logits.device).cumsum(0) - 1
-        # logits are requested only for the last token of a chunk
-        kept = torch.searchsorted(last, logits_to_keep.long())
-        return CausalLMOutput(logits=logits[kept].unsqueeze(0))
 
 
 class HybridBatchingManager(ContinuousBatchingManager):
@@ -161,9 +83,14 @@ class HybridBatchingManager(ContinuousBatchingManager):
         model: the causal language model.
         generation_config: as for transformers' manager.
         continuous_batching_config: as for transformers' manager, except that the default of `num_blocks` fills
-            `max_memory_percent` of the free memory, and that the options of block tables, block sharing, CUDA graphs,
-            asynchronous batching and compilation are ignored.
+            `max_memory_percent` of the free memory, that of `max_batch_tokens` is 8192, and that the options of block
+            tables, block sharing, CUDA graphs, asynchronous batching, compilation and the scheduler's type are ignored.
         workload_hints: as for transformers' manager.
+
+    Attributes:
+        draw: function that samples the next tokens of requests from their logits `[n, vocab]` and their ids; None
+            samples by `generation_config`.
+        on_prefix: called with a request's id and the number of its first tokens whose states a snapshot contains.
 
     Raises:
         ValueError: `cpu_offload_space` is not 0.
@@ -186,6 +113,8 @@ class HybridBatchingManager(ContinuousBatchingManager):
         config.varlen_compile_config = config.decode_compile_config = None
         if config.max_requests_per_batch is None:
             config.max_requests_per_batch = _REQUESTS
+        self.draw: Callable[[Tensor, list[str]], Tensor] | None = None
+        self.on_prefix: Callable[[str, int], object] = lambda request, tokens: None
         super().__init__(ServedModel(model), generation_config, config, workload_hints)  # type: ignore[arg-type]
         resolved = self.continuous_batching_config
         if resolved.num_blocks is None:
@@ -234,15 +163,15 @@ class HybridBatchingManager(ContinuousBatchingManager):
         limit = self.generation_config.max_new_tokens if max_new_tokens is None else max_new_tokens
         self.check_request(input_ids, limit)
         inputs = self.model.model.request_inputs(mixer_inputs or {}, len(input_ids))  # type: ignore[attr-defined]
-        given = {_INPUTS: inputs} if inputs else {}
+        given = {INPUTS: inputs} if inputs else {}
         return super().add_request(input_ids, *args, max_new_tokens=max_new_tokens, **given, **kwargs)
 
-    def _create_batch_processor(self) -> Any:
-        fresh = getattr(self, "batch_processor", None) is None
-        processor = super()._create_batch_processor()
-        if fresh:
-            self.model.watch(processor)  # type: ignore[attr-defined]
-        return processor
+    def _create_batch_processor(self) -> BatchProcessor:
+        kept: Any = getattr(self, "batch_processor", None)
+        if kept is None:
+            return BatchProcessor(self)
+        kept.reset()
+        return kept
 
 
 def init_manager(

@@ -130,6 +130,11 @@ class RequestStates:
             ValueError: a chunk that does not continue its request.
         """
         self.begin_step()
+        if all(x.past and not x.prompt and x.tokens == 1 for x in chunks):
+            self._check(chunks)
+            logits = self._decode(chunks, ids.T)
+            self._tokens |= {x.request: x.past + 1 for x in chunks}
+            return logits
         # for each chunk, its parts in reversed order, and the index in `ids` of each part's first token
         left: dict[int, list[tuple[Chunk, int]]] = {}
         begin = 0
@@ -138,8 +143,7 @@ class RequestStates:
                 # a preempted request starts again from its first token: drop its old state
                 self._rows.pop(x.request)
                 self._tokens.pop(x.request)
-            if x.past != self._tokens.get(x.request, 0):
-                raise ValueError(f"request {x.request} has {self._tokens.get(x.request, 0)} tokens, got {x.past}")
+            self._check([x])
             # cut a chunk at the lengths at which snapshots are taken
             stop = x.past + x.tokens
             ends = [x.past, *(n for n in self.prefixes.boundaries(x.request, x.past, stop) if n < stop), stop]
@@ -195,16 +199,25 @@ class RequestStates:
     def _decode(self, chunks: list[Chunk], ids: Int[Tensor, "N 1"]) -> Tensor:
         """Compute one new token of each request in a single decoding step of the model; return the logits."""
         pool = self._pool = self._pool or self._idle_pool() or StatePool(self.model)
-        decoding = {x.request: x for x in chunks}
-        # a step advances all rows, so requests that have no token in this step leave the pool
-        for x in [x for x, (cache, _) in self._rows.items() if cache is pool.cache and x not in decoding]:
-            self._rows[x] = self._gathered([x]), 0
-        pool.cache.max_length = max(x.end for x in chunks)
-        rows = pool.assign_rows({x: self._rows[x] for x in decoding}, self._tokens)
-        self._rows |= {x: (pool.cache, row) for x, row in rows.items()}
+        names = [x.request for x in chunks]
+        if not pool.continues(names):
+            # a step advances all rows, so requests that have no token in this step leave the pool
+            pausing = {x for x, (cache, _) in self._rows.items() if cache is pool.cache}.difference(names)
+            for x in pausing:
+                self._rows[x] = self._gathered([x]), 0
+            pool.cache.max_length = max(x.end for x in chunks)
+            rows = pool.assign_rows({x: self._rows[x] for x in names}, self._tokens)
+            self._rows |= {x: (pool.cache, row) for x, row in rows.items()}
+        if not chunks[0].inputs:
+            return pool.step(ids, {})
         # rows without a request compute padding with the inputs of any request
-        of_rows = {row: decoding[x] for x, row in rows.items()}
+        of_rows = dict(zip(pool.rows, chunks, strict=True))
         return pool.step(ids, self._inputs([of_rows.get(row, chunks[0]) for row in range(pool.batch)]))
+
+    def _check(self, chunks: Sequence[Chunk]) -> None:
+        for x in chunks:
+            if x.past != self._tokens.get(x.request, 0):
+                raise ValueError(f"request {x.request} has {self._tokens.get(x.request, 0)} tokens, got {x.past}")
 
     def _idle_pool(self) -> StatePool | None:
         """Return the pool that an earlier engine left with the model; None if there is none or it does not fit."""

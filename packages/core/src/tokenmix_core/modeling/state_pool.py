@@ -11,6 +11,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from tokenmix_core.kernels.launch import cuda_graphs
+from tokenmix_core.kernels.launch.async_read import to_device
 from tokenmix_core.modeling.cache import CacheRows, HybridCache
 from tokenmix_core.modeling.captured_steps import CapturedSteps
 from tokenmix_core.modeling.decode_graph import SPARE, Steps, graph_key, why_not
@@ -51,6 +52,15 @@ class StatePool:
     def is_usable(self) -> bool:
         """Return whether the pool fits the model's present weights and settings, and no step was interrupted."""
         return self._key == self._present_key() and not any(view.broken for view in self._views.values())
+
+    @property
+    def rows(self) -> list[int]:
+        """The row of each request of the latest step, in the order of its tokens."""
+        return [*self._rows.values()]
+
+    def continues(self, requests: list[str]) -> bool:
+        """Return whether these requests are those of the latest step, in its order, and their rows have memory."""
+        return [*self._rows] == requests and self._view().has_memory()
 
     def assign_rows(self, requests: Mapping[str, tuple[HybridCache, int]], tokens: Mapping[str, int]) -> dict[str, int]:
         """Give each request of the next step a row, to which its state is copied, and return the rows.
@@ -118,7 +128,7 @@ class StatePool:
             self._lengths += [0] * (rows - len(self._lengths))
         cache.loosen()
         cache.length = cache.past = longest
-        cache.lengths = torch.tensor(self._lengths, device=self.model.device)
+        cache.lengths = to_device(self._lengths, self.model.device)
         steps = Steps(self.model, cache)
         for mixer, state in zip(steps.mixers, cache.layers, strict=True):
             mixer.prepare_steps(state)
@@ -128,7 +138,7 @@ class StatePool:
         """Overwrite rows of the pool by those of another cache, or by zeros."""
         if not rows:
             return
-        targets, picked = (torch.tensor(x, device=self.model.device) for x in (rows, source[1] if source else ()))
+        targets, picked = (to_device(x, self.model.device, torch.int64) for x in (rows, source[1] if source else ()))
         if source is not None:
             source[0]._check_whole()
         for i, layer in enumerate(self.cache.layers):
@@ -142,9 +152,9 @@ class StatePool:
         """
         batch, self._rows = self.batch, rows
         self._stale.difference_update(emptied)
-        self._index = torch.tensor([*rows.values()], device=self.model.device)
+        self._index = to_device([*rows.values()], self.model.device)
         assert self.cache._fixed_lengths is not None
-        self.cache._fixed_lengths.copy_(torch.tensor(self._lengths))
+        self.cache._fixed_lengths.copy_(to_device(self._lengths, self.model.device))
         if self._key is None or self.batch != batch or self._key[0] != self._addresses():
             key = self._present_key()
             if key != self._key:

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
-import torch
 from torch import Tensor
 from transformers import ContinuousBatchingConfig, GenerationConfig
 
@@ -50,20 +49,12 @@ class Engine:
         self.manager = model.init_continuous_batching(self.config, pool or ContinuousBatchingConfig())
         self.max_tokens: int = min(self.manager.max_tokens, max_tokens or self.manager.max_tokens)
         self.manager.keep_prefixes(prefix_bytes)
-        self.manager.model.on_prefix = self._count_prefix
+        self.manager.on_prefix, self.manager.draw = self._count_prefix, self._draw
         # discard the outputs of cancelled requests, which nothing reads
         self.manager.output_router.output_queue = _Discard()
         self.counts = dict.fromkeys(("requests", "failed", "cancelled", "prompt_tokens", "generated_tokens"), 0)
         self._sampling: dict[str, Sampling] = {}
         self._ids = itertools.count()
-        create = self.manager._create_batch_processor
-
-        def create_processor() -> Any:
-            processor = create()
-            processor.model_runner._sample = lambda scores, output: self._sample(processor, scores, output)
-            return processor
-
-        self.manager._create_batch_processor = create_processor
 
     def __enter__(self) -> Engine:
         self.manager.start()
@@ -175,8 +166,6 @@ class Engine:
         if (sampling := self._sampling.get(name)) is not None:
             sampling.cached_tokens = tokens
 
-    def _sample(self, processor: Any, scores: Tensor, output_ids: Tensor) -> None:
-        """Sample the next token of each request in a step; this method replaces transformers' own sampling."""
-        names = [x.state.request_id for x in processor.inputs_and_outputs.requests_in_batch if x.has_new_token]
-        tokens = draw(scores[0], [self._sampling.get(name) or Sampling(0.0) for name in names])
-        output_ids[0, : len(tokens)].copy_(tokens.to(torch.int32))
+    def _draw(self, logits: Tensor, names: list[str]) -> Tensor:
+        """Sample the next token of each request in a step."""
+        return draw(logits, [self._sampling.get(name) or Sampling(0.0) for name in names])

@@ -10,6 +10,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from tokenmix_core.kernels.launch.async_read import to_device
+
 # maximum number of tokens whose log-probabilities a request may ask for
 MOST_LOGPROBS = 20
 # minimum temperature: below it the most likely token is taken, because logits / temperature would overflow float32
@@ -59,10 +61,11 @@ def draw(logits: Float[Tensor, "n vocab"], requests: Sequence[Sampling]) -> Int[
     tokens = logits.argmax(-1)
     rows = [i for i, x in enumerate(requests) if x.temperature >= _LEAST_TEMPERATURE]
     if rows:
-        tokens[rows] = _sample(logits[rows], [requests[i] for i in rows])
+        index = to_device(rows, logits.device)
+        tokens[index] = _sample(logits[index].float(), [requests[i] for i in rows])
     asked = [i for i, x in enumerate(requests) if x.logprobs is not None]
     if asked:
-        logs = logits[asked].log_softmax(-1)
+        logs = logits[asked].float().log_softmax(-1)
         chosen = logs.gather(1, tokens[asked].unsqueeze(1)).squeeze(1).tolist()
         most = max(requests[i].logprobs or 0 for i in asked)
         values, indices = (x.tolist() for x in logs.topk(min(most, logs.shape[1])))
@@ -74,20 +77,18 @@ def draw(logits: Float[Tensor, "n vocab"], requests: Sequence[Sampling]) -> Int[
 
 
 def _sample(logits: Float[Tensor, "n vocab"], requests: Sequence[Sampling]) -> Int[Tensor, "n"]:
-    def column(values: Sequence[float]) -> Tensor:
-        return torch.tensor(values, device=logits.device).unsqueeze(1)
-
     vocab = logits.shape[1]
-    ordered, index = (logits / column([x.temperature for x in requests])).sort(-1, descending=True)
+    # one copy to the device for all settings
+    settings = [(x.temperature, min(x.top_k or vocab, vocab), x.top_p, x.rng.random()) for x in requests]
+    temperature, top_k, top_p, drawn = to_device(settings, logits.device, torch.float32).split(1, dim=1)
+    ordered, index = (logits / temperature).sort(-1, descending=True)
     probs = ordered.softmax(-1)
     rank = torch.arange(vocab, device=logits.device)
-    kept = rank < column([min(x.top_k or vocab, vocab) for x in requests])
     # probs.cumsum − probs: total probability of the tokens that are more likely than this one
-    kept &= probs.cumsum(-1) - probs < column([x.top_p for x in requests])
+    kept = (rank < top_k) & (probs.cumsum(-1) - probs < top_p)
     # keep at least one token: a top_p that rounds to 0 in float32 would keep none
     kept[:, 0] = True
     cumulative = (probs * kept).cumsum(-1)
-    drawn = column([x.rng.random() for x in requests]) * cumulative[:, -1:]
     # clamp the index to the last kept token: by rounding, the random number may exceed the sum
-    at = torch.searchsorted(cumulative, drawn, right=True).minimum(kept.sum(-1, keepdim=True) - 1)
+    at = torch.searchsorted(cumulative, drawn * cumulative[:, -1:], right=True).minimum(kept.sum(-1, keepdim=True) - 1)
     return index.gather(1, at).squeeze(1)

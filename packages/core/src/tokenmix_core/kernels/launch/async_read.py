@@ -1,19 +1,23 @@
-"""Read a value from the device without waiting for kernels that are launched after the kernel that computes it."""
+"""Copies between host and device that do not make the host wait for kernels launched before or after them."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
+import torch
 from torch import Tensor
 from torch.cuda import current_stream
 
 
 class Asked:
-    """An integer that is copied to the host: the constructor starts the copy, `read` waits for it.
+    """A tensor that is copied to the host: the constructor starts the copy, `read` and `read_list` wait for it.
 
-    `read` waits only for kernels launched before the constructor. Kernels launched after it keep the device busy
-    meanwhile, whereas `int(x)` would wait for all of them.
+    They wait only for kernels launched before the constructor. Kernels launched after it keep the device busy
+    meanwhile, whereas `int(x)` or `x.tolist()` would wait for all of them.
 
     Args:
-        x: a tensor of one element.
+        x: a tensor.
     """
 
     def __init__(self, x: Tensor) -> None:
@@ -22,8 +26,22 @@ class Asked:
         self._arrived = current_stream(x.device).record_event() if x.is_cuda else None
 
     def read(self) -> int:
-        """Wait for the copy, and return the integer."""
+        """Wait for the copy of a tensor of one element, and return this integer."""
+        return int(self._arrived_copy())
+
+    def read_list(self) -> list[Any]:
+        """Wait for the copy, and return its elements as a list."""
+        return self._arrived_copy().tolist()
+
+    def _arrived_copy(self) -> Tensor:
         if self._arrived is not None:
             self._arrived.synchronize()
             self._arrived = None
-        return int(self._copy)
+        return self._copy
+
+
+def to_device(values: Sequence[Any], device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
+    """Return `torch.tensor(values, device=device)`; the host does not wait for the device's earlier kernels."""
+    if device.type != "cuda":
+        return torch.tensor(values, dtype=dtype, device=device)
+    return torch.tensor(values, dtype=dtype, pin_memory=True).to(device, non_blocking=True)
