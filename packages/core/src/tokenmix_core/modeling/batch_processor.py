@@ -37,7 +37,7 @@ class Flight(NamedTuple):
 class BatchProcessor(ContinuousBatchProcessor):
     """Runs the steps of a manager of continuous batching, on the states of `RequestStates`.
 
-    transformers' queues, records of requests and delivery of outputs are used. A step takes the tokens of the step
+    transformers' queues, request objects and delivery of outputs are used. A step takes the tokens of the step
     before from the device, so that it is launched before the host reads them: a request that ends by a token has one
     more token computed, which is dropped.
 

@@ -23,7 +23,7 @@ class Scheduled(NamedTuple):
     """A request's part in a step.
 
     Attributes:
-        state: transformers' record of the request.
+        state: transformers' object for the request.
         chunk: the request's tokens in the step.
         tokens: these tokens, if they belong to the prompt; None for the token that the request generated last.
     """

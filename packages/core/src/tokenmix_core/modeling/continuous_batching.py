@@ -1,6 +1,6 @@
 """Continuous batching in transformers' interface: `generate_batch` and `continuous_batching_context_manager`.
 
-transformers' manager, request queues, records of requests, logits processors and streams are used. `RequestScheduler`
+transformers' manager, request queues, request objects, logits processors and streams are used. `RequestScheduler`
 selects the tokens of each step, `BatchProcessor` launches steps and reads their tokens, `RequestStates` holds states.
 """
 

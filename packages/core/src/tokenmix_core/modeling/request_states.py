@@ -132,9 +132,9 @@ class RequestStates:
         self.begin_step()
         if all(x.past and not x.prompt and x.tokens == 1 for x in chunks):
             self._check(chunks)
-            logits = self._decode(chunks, ids.T)
+            decoded = self._decode(chunks, ids.T)
             self._tokens |= {x.request: x.past + 1 for x in chunks}
-            return logits
+            return decoded
         # for each chunk, its parts in reversed order, and the index in `ids` of each part's first token
         left: dict[int, list[tuple[Chunk, int]]] = {}
         begin = 0
@@ -196,7 +196,7 @@ class RequestStates:
             self._rows[x.request] = cache, row
         return logits
 
-    def _decode(self, chunks: list[Chunk], ids: Int[Tensor, "N 1"]) -> Tensor:
+    def _decode(self, chunks: Sequence[Chunk], ids: Int[Tensor, "N 1"]) -> Tensor:
         """Compute one new token of each request in a single decoding step of the model; return the logits."""
         pool = self._pool = self._pool or self._idle_pool() or StatePool(self.model)
         names = [x.request for x in chunks]
