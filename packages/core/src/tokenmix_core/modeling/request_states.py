@@ -17,6 +17,10 @@ from tokenmix_core.modeling.state_pool import StatePool
 from tokenmix_core.nn.mixer import Mixer
 from tokenmix_core.nn.plain import modules_of, settings_of, third_party_modules
 
+# size of a padded batch of prompts up to which one call computes it, whatever their lengths: the layers see no padding,
+# but new keys and values have memory for it
+_PADDED = 1 << 15
+
 
 class Chunk(NamedTuple):
     """Consecutive tokens of one request in a step.
@@ -291,11 +295,15 @@ def _comparable(inputs: dict[str, Any]) -> Hashable:
 
 
 def _similar(indices: list[int], chunks: Mapping[int, Chunk]) -> list[list[int]]:
-    """Divide chunks into groups such that at most half of a group's padded batch is padding."""
+    """Divide chunks into groups such that at most half of a group's padded batch is padding, unless it is small."""
     groups: list[list[int]] = []
+    total = 0
     for i in sorted(indices, key=lambda i: chunks[i].tokens):
-        if groups and chunks[i].tokens * (len(groups[-1]) + 1) <= 2 * sum(chunks[j].tokens for j in [*groups[-1], i]):
+        tokens = chunks[i].tokens
+        if groups and tokens * (len(groups[-1]) + 1) <= max(_PADDED, 2 * (total + tokens)):
             groups[-1].append(i)
+            total += tokens
         else:
             groups.append([i])
+            total = tokens
     return groups
