@@ -142,6 +142,16 @@ def test_further_answers_to_a_prompt_wait_for_memory(start):
     assert processor.cache.free == 4
 
 
+def test_requests_of_a_second_engine_with_the_same_ids_have_their_own_states(start, model):
+    for first in (3, 20):
+        prompt = _prompt(30)[first : first + 5]
+        manager, processor = start()
+        manager.add_request(prompt, request_id="a")
+        _all_steps(processor)
+        alone = model.generate(torch.tensor([prompt]), max_new_tokens=6, do_sample=False, pad_token_id=0)
+        assert manager.get_result(timeout=1).generated_tokens == alone[0, 5:].tolist()
+
+
 def test_log_probabilities_are_those_of_the_chosen_tokens(start, model):
     manager, processor = start(new=3, return_logprobs=True)
     manager.add_request(_prompt(5))

@@ -204,7 +204,7 @@ class RequestStates:
         """Compute one new token of each request in a single decoding step of the model; return the logits."""
         pool = self._pool = self._pool or self._idle_pool() or StatePool(self.model)
         names = [x.request for x in chunks]
-        if not pool.continues(names):
+        if not (pool.continues(names) and all(self._rows[x][0] is pool.cache for x in names)):
             # a step advances all rows, so requests that have no token in this step leave the pool
             pausing = {x for x, (cache, _) in self._rows.items() if cache is pool.cache}.difference(names)
             for x in pausing:
