@@ -226,7 +226,7 @@ def vllm(session: nox.Session) -> None:
     )
     env = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     tests = [
-        *(f"packages/core/tests/integrations/test_vllm{name}.py" for name in ("", "_third_party")),
+        *(f"packages/core/tests/integrations/test_vllm{name}.py" for name in ("", "_scheduler", "_third_party")),
         *(f"packages/{p}/tests/test_vllm.py" for p in ("lte", "nats_l", "nha", "oryx")),
     ]
     session.run("pytest", *tests, *session.posargs, env=env)

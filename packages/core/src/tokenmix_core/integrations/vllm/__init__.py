@@ -28,10 +28,12 @@ def register() -> None:
     )
 
     import tokenmix_core  # noqa: F401
+    from tokenmix_core.integrations.vllm.scheduler import register_config
 
     for point in entry_points(group=GROUP):
         point.load()
         ModelRegistry.register_model(point.name, f"{__name__}.model:ServedCausalLM")
+        register_config(point.name)
     register_backend(MambaAttentionBackendEnum.CUSTOM, f"{__name__}.metadata.StateBackend", is_mamba=True)
     if os.environ.get(KERNELS) == "1":
         from tokenmix_core.integrations.vllm.third_party import register_layers
