@@ -8,6 +8,7 @@ import torch
 from tokenmix_core.integrations.vllm.states import SLOT_DTYPE, SlotLayout, slot_elements
 from tokenmix_core.nn.gated_delta_net import GatedDeltaNet
 from tokenmix_core.nn.mamba2 import Mamba2
+from tokenmix_core.nn.projections import join_weights
 from tokenmix_core.nn.state import LayerState, Span
 from tokenmix_core.testing.closeness import relative_error
 
@@ -34,12 +35,15 @@ def layout_of(mixer, x, dtype: torch.dtype = torch.float32) -> SlotLayout:
 @pytest.mark.parametrize("name", MIXERS)
 @pytest.mark.parametrize("impl", ["reference", "triton"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
-def test_steps_in_slots_equal_steps_on_states(name, impl, dtype, device):
+@pytest.mark.parametrize("joined", [False, True])
+def test_steps_in_slots_equal_steps_on_states(name, impl, dtype, joined, device):
     torch.manual_seed(0)
     mixer = MIXERS[name](impl).to(device).eval()
     x = torch.randn(2, 8, 32, device=device)
     layout, state = layout_of(mixer, x, dtype), mixer.make_state()
     run(mixer, x[:, :3], state, 0)
+    if joined:
+        join_weights([getattr(mixer, name) for name in mixer.joint_layers])
     # set all bits, which are then NaN, or a counter that has not been reset
     pool = torch.full((6, slot_elements({"": layout}) + 64), -1, dtype=SLOT_DTYPE, device=device)
     views = layout.views(pool)

@@ -7,7 +7,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
 
 from tokenmix_core.nn import projections
-from tokenmix_core.nn.projections import projected, split_linear, sum_of_matmuls_op
+from tokenmix_core.nn.projections import join_weights, projected, split_linear, sum_of_matmuls_op
 from tokenmix_core.ops import fused_linears
 
 pytestmark = pytest.mark.operation
@@ -258,6 +258,43 @@ def test_large_weights_use_the_library(most, calls, monkeypatch):
     layers, x = layers_of((4, 8)), torch.randn(2, 24, dtype=torch.float64)
     torch.testing.assert_close(projected(x, *layers), tuple(layer(x) for layer in layers))
     assert len(shared) == calls
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("sizes", SIZES)
+def test_joined_weights_take_one_gemm(sizes, monkeypatch, device):
+    layers, x = layers_of(sizes, device=device), torch.randn(100, 24, dtype=torch.float64, device=device)
+    wanted, weights = tuple(layer(x) for layer in layers), [layer.weight.clone() for layer in layers]
+    join_weights(layers)
+    assert [*map(len, weights)] == [len(layer.weight) for layer in layers]
+    calls, linear = [], projections.F.linear
+    monkeypatch.setattr(projections.F, "linear", lambda *args: calls.append(args) or linear(*args))
+    torch.testing.assert_close(projected(x, *layers), wanted)
+    assert len(calls) == 1
+    # values that are loaded later, layers in another order, and some of them
+    for layer in layers:
+        layer.weight.mul_(2)
+    torch.testing.assert_close(projected(x, *reversed(layers)), tuple(2 * y for y in reversed(wanted)))
+    torch.testing.assert_close(projected(x, *layers[:2]), tuple(2 * y for y in wanted[:2]))
+
+
+@pytest.mark.parametrize("change", ["replaced", "converted", "gradients"])
+def test_joined_weights_that_moved_are_not_read(change):
+    layers, x = layers_of((64, 6, 32)), torch.randn(100, 24, dtype=torch.float64)
+    join_weights(layers)
+    if change == "replaced":
+        layers[1].weight = nn.Parameter(torch.randn(6, 24, dtype=torch.float64))
+    elif change == "converted":
+        layers, x = layers.float(), x.float()
+    with torch.set_grad_enabled(change == "gradients"):
+        torch.testing.assert_close(projected(x, *layers), tuple(layer(x) for layer in layers))
+
+
+def test_layers_with_a_bias_keep_their_weights():
+    layers = nn.ModuleList(nn.Linear(24, 8) for _ in range(2))
+    before = [layer.weight for layer in layers]
+    join_weights(layers)
+    assert all(layer.weight is x for layer, x in zip(layers, before, strict=True))
 
 
 def test_weight_subclasses_call_their_layer():

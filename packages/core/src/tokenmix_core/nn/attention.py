@@ -44,6 +44,7 @@ class Attention(Mixer):
 
     takes_more_tokens = True
     splits_sequences = splits_prompts = True
+    joint_layers = ("q_proj", "k_proj", "v_proj")
     attention_impls: ClassVar[dict[str, str]] = {
         "eager": "reference",
         "sdpa": "sdpa",

@@ -50,6 +50,7 @@ class GatedDeltaNet(Mixer):
     takes_more_tokens = True
     splits_sequences = splits_prompts = True
     packs_states = uses_slots = True
+    joint_layers = ("q_proj", "k_proj", "v_proj", "a_proj", "b_proj", "g_proj")
 
     float32 = ("A_log", "dt_bias")
 
@@ -164,8 +165,9 @@ class GatedDeltaNet(Mixer):
                 state.recurrent.set(after)
                 state.arrivals.get(after.shape[0], after)
         o = self.fit.outputs(o, self.num_v_heads)
-        o = self.o_norm(o) if z is None else self.o_norm(o, z.view_as(o))
-        return output_linear(o.flatten(-2), self.o_proj), None
+        # z may be a slice of a wider tensor: as rows of all heads it is not copied
+        o = self.o_norm(o).flatten(-2) if z is None else self.o_norm(o.flatten(-2), z)
+        return output_linear(o, self.o_proj), None
 
     def _projected(self, x: Tensor) -> tuple[Any, ...]:
         """Return q, k and v before their convolutions, the inputs of decay and β, and the output gate or None."""

@@ -45,6 +45,8 @@ class Mixer(KeepsFloat32):
             from row i of every state, and all states are of class `TensorState`. Subclasses do not inherit the value.
         uses_slots: whether decoding steps overwrite states in the slots of pools (`TensorState.slots`), and with
             `packs_states` also calls on packed sequences. Subclasses do not inherit the value.
+        joint_layers: names of linear layers of one call of `projected` whose outputs may be slices of one tensor, so
+            that `projections.join_weights` can join their weights. Subclasses do not inherit the value.
     """
 
     inputs: ClassVar[tuple[str, ...]] = ()
@@ -57,6 +59,7 @@ class Mixer(KeepsFloat32):
     splits_prompts: ClassVar[bool] = False
     packs_states: ClassVar[bool] = False
     uses_slots: ClassVar[bool] = False
+    joint_layers: ClassVar[tuple[str, ...]] = ()
 
     @classmethod
     def from_config(cls, config: Any, layer_idx: int, **options: Any) -> Mixer:

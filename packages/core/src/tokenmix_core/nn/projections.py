@@ -23,6 +23,8 @@ from tokenmix_core.ops.transforms import refuse_graph
 # in training, layers with fewer than _THIN outputs share one GEMM, padded to a multiple of _MULTIPLE outputs: alone, a
 # GEMM with e.g. six outputs has unaligned rows and takes several times as long as reading x
 _THIN, _MULTIPLE = 64, 16
+# `join_weights` pads the rows of a joint weight to a multiple of _ALIGNED, so that rows of the outputs stay aligned
+_ALIGNED = 16
 # only tensors of these classes share GEMMs: other subclasses may define their own matmul
 _ORDINARY = Tensor, nn.Parameter
 
@@ -37,6 +39,39 @@ def projected(x: Float[Tensor, "*tokens D"], *layers: nn.Module | None) -> tuple
     """
     found = iter(_outputs(x, [layer for layer in layers if layer is not None]))
     return tuple(None if layer is None else next(found) for layer in layers)
+
+
+def join_weights(layers: Sequence[nn.Module]) -> None:
+    """Move the weights of layers to one tensor, of which they become slices, for inference.
+
+    Without gradients, `projected` then multiplies x by this tensor: one GEMM for all layers, whose outputs are slices
+    of one tensor. Layers that are not plain, or differ in dtype or device, stay as they are.
+    """
+    weights: list[Tensor] = [layer.weight for layer in layers if is_plain_linear(layer)]  # type: ignore[misc]
+    if len(weights) < max(2, len(layers)) or len({(w.dtype, w.device, w.shape[1]) for w in weights}) > 1:
+        return
+    # thin layers last: slices of the others then begin at multiples of 16 bytes
+    order = sorted(range(len(weights)), key=lambda i: len(weights[i]) % _ALIGNED > 0)
+    rows = sum(map(len, weights))
+    joint = weights[0].new_zeros(rows + -rows % _ALIGNED, weights[0].shape[1])
+    for i, part in zip(order, joint.split([*(len(weights[j]) for j in order), -rows % _ALIGNED]), strict=False):
+        part.copy_(weights[i].detach())
+        layers[i].weight = nn.Parameter(part, requires_grad=weights[i].requires_grad)
+    layers[0].__dict__["joint_rows"] = len(joint)
+
+
+def _joint_outputs(x: Tensor, layers: Sequence[nn.Module], weights: Sequence[Tensor]) -> tuple[Tensor, ...] | None:
+    """Return the outputs of layers whose weights `join_weights` has joined; None if it has not, or they have moved."""
+    first, rows = weights[0], vars(layers[0]).get("joint_rows")
+    if rows is None or torch.compiler.is_compiling() or torch.is_grad_enabled() or _matmul_dtype(x, weights) != x.dtype:
+        return None
+    storage, size = first.untyped_storage(), first.shape[1]
+    moved = storage.nbytes() != rows * size * first.itemsize
+    if moved or any(w.untyped_storage().data_ptr() != storage.data_ptr() for w in weights):
+        return None
+    found = F.linear(x, first.as_strided((rows, size), (size, 1), 0))
+    starts = [w.storage_offset() // size for w in weights]
+    return tuple(found[..., start : start + len(w)] for start, w in zip(starts, weights, strict=True))
 
 
 def output_linear(x: Float[Tensor, "*tokens D"], layer: nn.Module) -> Tensor:
@@ -88,7 +123,9 @@ def _outputs(x: Tensor, layers: Sequence[nn.Module]) -> tuple[Tensor, ...]:
     dtype = _matmul_dtype(x, weights)
     if dtype is not None and _shares_gradient(x):
         return _linears(x, weights, dtype)
-    return _by_fused_linears(x, weights) if _by_kernel(x, weights) else tuple(layer(x) for layer in layers)
+    if _by_kernel(x, weights):
+        return _by_fused_linears(x, weights)
+    return _joint_outputs(x, layers, weights) or tuple(layer(x) for layer in layers)
 
 
 def _by_kernel(x: Tensor, weights: Sequence[Tensor]) -> bool:
