@@ -9,7 +9,7 @@ import torch
 
 pytest.importorskip("vllm", reason="vLLM is not installed: nox -s vllm")
 
-from served_by_vllm import check_served, engine
+from served_by_vllm import check_served, engine, generated_tokens, prompts_of, served_tokens
 from tokenmix_core.modeling import HybridConfig, HybridForCausalLM
 
 ATTENTION = {"num_heads": 4, "head_dim": 64}
@@ -42,6 +42,19 @@ def test_hybrids(labels, prefix_caching, tmp_path):
 @pytest.mark.parametrize("labels", [("gated_delta_net",), ("attention", "window"), ("sinks",)], ids="-".join)
 def test_one_kind_of_layer(labels, tmp_path):
     check_served(tiny(*labels), tmp_path)
+
+
+@pytest.mark.parametrize(("caching", "groups"), [(False, 2), (True, 4)])
+def test_states_of_several_layers_share_slots(caching, groups, tmp_path):
+    labels = ("gated_delta_net", "mamba2", "attention", "gated_delta_net")
+    model = tiny(*labels).eval()
+    model.save_pretrained(tmp_path)
+    prompts = prompts_of(199)
+    options = {"enable_prefix_caching": caching, "max_num_batched_tokens": 128}
+    with engine(tmp_path, dtype="float32", **options) as llm:
+        assert served_tokens(llm, prompts)[0] == generated_tokens(model, prompts)
+        manager = llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_manager
+        assert len(manager.kv_cache_config.kv_cache_groups) == groups
 
 
 def test_a_checkpoint_with_other_tensors_is_refused(tmp_path):

@@ -51,49 +51,28 @@ class ServedAttention(nn.Module):
         q = q.unflatten(-1, (mixer.num_heads, mixer.head_dim))
         k = k.unflatten(-1, (mixer.num_kv_heads, mixer.head_dim))
         q, k = mixer.positioned(q, k, rotary)
-        o = self.attend(q[0].flatten(-2), k[0].flatten(-2).contiguous(), v[0].contiguous())
+        o = self.attend(q[0].flatten(-2), k[0].flatten(-2), v[0])
         return output_linear(o.view(1, -1, mixer.num_heads * mixer.head_dim), mixer.o_proj), None
 
 
-class ServedState(nn.Module, MambaBase):
-    """A mixer whose state of each request is in a slot of vLLM's cache of recurrent states.
+class StateSlots(MambaBase):
+    """vLLM's memory for the states of one or several layers: a request's slot holds its states in all of them.
 
     Args:
-        mixer: the mixer.
-        layout: layout of the mixer's slots.
-        elements: number of elements in a slot, equal in all layers.
-        prepare: the backbone's `prepare_mixer_inputs`.
-        max_length: maximum number of tokens of a request.
+        elements: number of elements of one layer's state in a slot.
+        layers: number of layers.
         vllm_config: vLLM's configuration.
-        prefix: name of the layer.
+        prefix: name of the first layer.
     """
 
-    def __init__(
-        self,
-        mixer: Mixer,
-        layout: SlotLayout,
-        elements: int,
-        prepare: Callable[..., dict[str, Any]],
-        max_length: int,
-        vllm_config: Any,
-        prefix: str,
-    ):
-        super().__init__()
-        self.mixer, self.layout, self.elements, self.prefix = mixer, layout, elements, prefix
-        self.inputs, self.rotary_dim, self.has_step_forms = (), mixer.rotary_dim, has_step_forms(type(mixer))
-        self.prepare, self.max_length = prepare, max_length
-        # packs: one call computes all prompts of a step; in_slots: calls read and overwrite states in their slots. Both
-        # only if all parts of the state have constant size
-        constant = all(isinstance(x, TensorState) for x in layout.template.parts.values())
-        self.packs, self.in_slots = (
-            constant and vars(type(mixer)).get(name, False) for name in ("packs_states", "uses_slots")
-        )
+    def __init__(self, elements: int, layers: int, vllm_config: Any, prefix: str):
+        self.elements, self.layers, self.prefix = elements, layers, prefix
+        self.has_step_forms = False
         self.kv_cache = (torch.tensor([]),)
-        self._views: tuple[Tensor, dict[str, list[Tensor]]] | None = None
         vllm_config.compilation_config.static_forward_context[prefix] = self
 
     def get_state_shape(self) -> tuple[tuple[int], ...]:
-        return ((self.elements,),)
+        return ((self.elements * self.layers,),)
 
     def get_state_dtype(self) -> tuple[torch.dtype, ...]:
         return (SLOT_DTYPE,)
@@ -104,14 +83,53 @@ class ServedState(nn.Module, MambaBase):
 
     @property
     def pool(self) -> Tensor:
-        """The memory of all slots, `[slots, elements]`."""
+        """The memory of all slots, `[slots, layers · elements]`."""
         return self.kv_cache[0]
+
+    def pool_of(self, i: int) -> Tensor:
+        """The memory of the i-th layer in all slots, `[slots, elements]`."""
+        return self.pool[:, i * self.elements : (i + 1) * self.elements]
+
+
+class ServedState(nn.Module):
+    """A mixer whose state of each request is in a slot of vLLM's cache of recurrent states.
+
+    Args:
+        mixer: the mixer.
+        layout: layout of the mixer's part of a slot.
+        slots: the memory.
+        index: index of the layer among those that share the slots.
+        prepare: the backbone's `prepare_mixer_inputs`.
+        max_length: maximum number of tokens of a request.
+    """
+
+    def __init__(
+        self,
+        mixer: Mixer,
+        layout: SlotLayout,
+        slots: StateSlots,
+        index: int,
+        prepare: Callable[..., dict[str, Any]],
+        max_length: int,
+    ):
+        super().__init__()
+        self.mixer, self.layout, self.slots, self.index = mixer, layout, slots, index
+        self.inputs, self.rotary_dim = (), mixer.rotary_dim
+        self.prepare, self.max_length = prepare, max_length
+        slots.has_step_forms |= has_step_forms(type(mixer))
+        # packs: one call computes all prompts of a step; in_slots: calls read and overwrite states in their slots. Both
+        # only if all parts of the state have constant size
+        constant = all(isinstance(x, TensorState) for x in layout.template.parts.values())
+        self.packs, self.in_slots = (
+            constant and vars(type(mixer)).get(name, False) for name in ("packs_states", "uses_slots")
+        )
+        self._views: tuple[Tensor, dict[str, list[Tensor]]] | None = None
 
     @property
     def views(self) -> dict[str, list[Tensor]]:
         """For each part of the state, by name, views of its tensors in all slots."""
-        if self._views is None or self._views[0] is not self.pool:
-            self._views = self.pool, self.layout.views(self.pool)
+        if self._views is None or self._views[0] is not self.slots.pool:
+            self._views = self.slots.pool, self.layout.views(self.slots.pool_of(self.index))
         return self._views[1]
 
     def forward(self, hidden_states: Tensor, *, rotary: Rotation | None = None) -> tuple[Tensor, None]:
@@ -120,7 +138,7 @@ class ServedState(nn.Module, MambaBase):
         if metadata is None:
             # vLLM measures memory by a step without requests: return zeros
             return torch.zeros_like(hidden_states), None
-        step: StateMetadata = metadata[self.prefix]
+        step: StateMetadata = metadata[self.slots.prefix]
         n = step.decodes
         outputs = []
         if n:

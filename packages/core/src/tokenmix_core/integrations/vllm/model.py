@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
@@ -13,11 +14,12 @@ from vllm.model_executor.layers.mamba.mamba_utils import (  # pyright: ignore[re
 )
 from vllm.model_executor.models.interfaces import HasInnerState, IsHybrid  # pyright: ignore[reportMissingImports]
 
-from tokenmix_core.integrations.vllm.layers import ServedAttention, ServedState
+from tokenmix_core.chunking import cdiv
+from tokenmix_core.integrations.vllm.layers import ServedAttention, ServedState, StateSlots
 from tokenmix_core.integrations.vllm.states import SLOT_DTYPE, SlotLayout, causal_lm_of, slot_elements, slot_layouts
 from tokenmix_core.nn import Attention
 from tokenmix_core.nn.norm import add_and_norm
-from tokenmix_core.nn.projections import output_linear
+from tokenmix_core.nn.projections import join_weights, output_linear
 from tokenmix_core.nn.registry import find_mixer
 
 
@@ -40,18 +42,28 @@ class ServedCausalLM(nn.Module, HasInnerState, IsHybrid):
         model = causal_lm_of(config)(config).eval()
         model.tie_weights()
         self.config, self.lm_head, self.backbone = config, model.lm_head, model.model
+        for block in self.backbone.layers:
+            mixer, mlp = block.mixer, block.mlp
+            names = vars(type(mixer)).get("joint_layers", ())
+            join_weights([layer for name in names if (layer := getattr(mixer, name)) is not None])
+            if mlp is not None:
+                join_weights([mlp.gate_proj, mlp.up_proj])
         # maps the name of each weight in a checkpoint to the tensor to load it into
         self._targets = {**dict(model.named_parameters()), **_persistent_buffers(model)}
         self._tied = model.lm_head.weight is model.model.embed_tokens.weight
         layouts = _layouts(vllm_config)
         elements, length = slot_elements(layouts), vllm_config.model_config.max_model_len
+        shared, served = _layers_per_slot(vllm_config, layouts), 0
         for i, block in enumerate(self.backbone.layers):
             name, label = f"model.layers.{i}.mixer", config.labels[i]
             if label not in layouts:
                 block.mixer = ServedAttention(block.mixer, vllm_config, name)
-            else:
-                prepare = self.backbone.prepare_mixer_inputs
-                block.mixer = ServedState(block.mixer, layouts[label], elements, prepare, length, vllm_config, name)
+                continue
+            if served % shared == 0:
+                slots = StateSlots(elements, shared, vllm_config, name)
+            prepare = self.backbone.prepare_mixer_inputs
+            block.mixer = ServedState(block.mixer, layouts[label], slots, served % shared, prepare, length)
+            served += 1
 
     def embed_input_ids(self, input_ids: Tensor) -> Tensor:
         """Return the embeddings `[T, D]` of the tokens."""
@@ -100,7 +112,8 @@ class ServedCausalLM(nn.Module, HasInnerState, IsHybrid):
 
     @classmethod
     def get_mamba_state_shape_from_config(cls, vllm_config: Any) -> tuple[tuple[int, ...], ...]:
-        return ((slot_elements(_layouts(vllm_config)),),)
+        layouts = _layouts(vllm_config)
+        return ((slot_elements(layouts) * _layers_per_slot(vllm_config, layouts),),)
 
     @classmethod
     def get_mamba_state_dtype_from_config(cls, vllm_config: Any) -> tuple[torch.dtype, ...]:
@@ -111,6 +124,8 @@ class ServedCausalLM(nn.Module, HasInnerState, IsHybrid):
         return (get_temporal_copy_spec,)
 
 
+# most tokens in a block of keys, which is as large as a slot, for which layers share slots
+_MOST_TOKENS = 512
 _STATE_DTYPES = ("float32", "bfloat16", "float16")
 _known: dict[str, dict[str, SlotLayout]] = {}
 
@@ -127,6 +142,24 @@ def _layouts(vllm_config: Any) -> dict[str, SlotLayout]:
         labels = [label for label in dict.fromkeys(config.labels) if not _is_paged(config, label)]
         _known[key] = slot_layouts(config, labels, model.max_model_len, model.dtype, getattr(torch, name))
     return _known[key]
+
+
+def _layers_per_slot(vllm_config: Any, layouts: dict[str, SlotLayout]) -> int:
+    """Return how many layers have their states in one slot.
+
+    vLLM forms groups of equally many layers of one kind, with a block table for each group, whose work takes CPU time
+    in every step. With enough layers in a slot, there are as few groups as kinds of layers. A block of keys has the
+    size of a slot, so layers of large states share none, and none do with prefix caching, which reuses whole blocks.
+    """
+    config, model, cache = vllm_config.model_config.hf_config, vllm_config.model_config, vllm_config.cache_config
+    indices = range(config.num_hidden_layers)
+    paged = Counter(config.options_of(i).get("window") for i in indices if config.labels[i] not in layouts)
+    if not paged or not layouts or cache.enable_prefix_caching:
+        return 1
+    shared = cdiv(config.num_hidden_layers - paged.total(), min(paged.values()))
+    token = 2 * model.get_num_kv_heads(vllm_config.parallel_config) * model.get_head_size() * model.dtype.itemsize
+    slot = slot_elements(layouts) * SLOT_DTYPE.itemsize
+    return max(1, min(shared, _MOST_TOKENS * token // slot))
 
 
 def _is_paged(config: Any, label: str) -> bool:
