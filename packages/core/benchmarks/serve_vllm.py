@@ -114,6 +114,8 @@ def check(name: str) -> None:
                     results: dict[str, Any] = {"equal": same, "of": sum(map(len, expected)), "reused": sum(reused)}
                     results["worst gap"] = round(worst_gap(model, prompts, got), 5)
                     print(json.dumps({"model": name, "setting": label, "turn": turn, **results}), flush=True)
+                # an engine that this variable keeps alive would end the process group of the next one
+                del llm
         except Exception:
             print(json.dumps({"model": name, "setting": label, "failed": traceback.format_exc()[-300:]}), flush=True)
             traceback.print_exc()
