@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import random
 from types import SimpleNamespace
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 
 pytest.importorskip("vllm", reason="vLLM is not installed: nox -s vllm")
 
+from vllm.utils.import_utils import resolve_obj_by_qualname  # pyright: ignore[reportMissingImports]
 from vllm.v1.core.kv_cache_manager import KVCacheManager  # pyright: ignore[reportMissingImports]
 from vllm.v1.kv_cache_interface import (  # pyright: ignore[reportMissingImports]
     FullAttentionSpec,
@@ -21,7 +23,7 @@ from vllm.v1.kv_cache_interface import (  # pyright: ignore[reportMissingImports
 from vllm.v1.request import RequestStatus  # pyright: ignore[reportMissingImports]
 
 from served_by_vllm import engine, generated_tokens, prompts_of, served_tokens
-from tokenmix_core.integrations.vllm.scheduler import allocate_only_blocks
+from tokenmix_core.integrations.vllm.scheduler import ServedConfig, allocate_only_blocks, make_scheduler
 from tokenmix_core.modeling import HybridConfig, HybridForCausalLM
 
 BLOCK, LENGTH = 16, 128
@@ -90,6 +92,18 @@ def test_preempted_requests_generate_the_same_tokens(tmp_path):
         assert served_tokens(llm, prompts, 60)[0] == expected
         assert counts
         assert scheduler.kv_cache_manager.allocate_slots.__module__.startswith("tokenmix_core")
+
+
+def test_versions_with_two_runners_select_the_second_one():
+    class Config(SimpleNamespace):
+        def _is_default_v2_model_runner_model(self) -> bool:
+            return False
+
+    config = Config(scheduler_config=SimpleNamespace(scheduler_cls=None))
+    ServedConfig.verify_and_update_config(config)
+    assert config._is_default_v2_model_runner_model()
+    assert pickle.loads(pickle.dumps(vars(config)["_is_default_v2_model_runner_model"]))()
+    assert resolve_obj_by_qualname(config.scheduler_config.scheduler_cls) is make_scheduler
 
 
 def test_a_user_selects_another_scheduler(tmp_path):

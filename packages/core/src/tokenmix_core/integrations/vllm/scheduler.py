@@ -17,13 +17,25 @@ from vllm.model_executor.models.config import (  # pyright: ignore[reportMissing
 
 
 class ServedConfig(VerifyAndUpdateConfig):
-    """vLLM's hook for the configuration of our models: selects `make_scheduler`, unless the user selects another."""
+    """vLLM's hook for the configuration of our models.
+
+    It selects `make_scheduler`, unless the user selects another scheduler, and the second of vLLM's model runners,
+    unless `VLLM_USE_V2_MODEL_RUNNER` is set or this runner lacks a feature that the user requests.
+    """
 
     @classmethod
     def verify_and_update_config(cls, vllm_config: Any) -> None:
         scheduler = vllm_config.scheduler_config
         if scheduler.scheduler_cls is None:
             scheduler.scheduler_cls = f"{__name__}.{make_scheduler.__name__}"
+        # earlier versions than 0.32 have a list of models for this runner, later ones select it for all models
+        if hasattr(vllm_config, "_is_default_v2_model_runner_model"):
+            object.__setattr__(vllm_config, "_is_default_v2_model_runner_model", _second_runner)
+
+
+def _second_runner() -> bool:
+    # vLLM sends the configuration to other processes, and a lambda cannot be pickled
+    return True
 
 
 def make_scheduler(vllm_config: Any, **arguments: Any) -> Any:
