@@ -15,7 +15,13 @@ from tokenmix_core.ops.types import ScanOutput
 from tokenmix_core.testing.agreement import assert_agrees, values_and_gradients, watched
 from tokenmix_core.testing.closeness import relative_error
 from tokenmix_core.testing.operations import Call, KernelCase, OpContract, Results
-from tokenmix_nha.ops import SlotWindowState, log_forget_gates, slot_window_attention, slot_window_attention_step
+from tokenmix_nha.ops import (
+    SlotWindowState,
+    log_forget_gates,
+    slot_window_attention,
+    slot_window_attention_prefill,
+    slot_window_attention_step,
+)
 from tokenmix_nha.ops.slot_window import reference, step, tuning
 
 PACKED = [0, 0, 9, 42, 42, 50]
@@ -142,7 +148,7 @@ KERNELS = dict(B=1, HQ=1, H=1, K=64, V=64, M=16)
 
 
 class TestSlotWindowAttention(OpContract):
-    covers = (slot_window_attention, slot_window_attention_step)
+    covers = (slot_window_attention, slot_window_attention_prefill, slot_window_attention_step)
     absent: ClassVar = {
         "step": "its state is a ring, which the tests below follow",
         "malformed_steps": "they are refused for the ring's sake: a test of its own",
@@ -272,7 +278,11 @@ class TestSlotWindowAttention(OpContract):
         assert_agrees(kernels, reference, call.tensors, floor=floor)
 
     def operators(self, device):
-        from tokenmix_nha.ops.slot_window.autograd import slot_window_attention_backward_op, slot_window_attention_op
+        from tokenmix_nha.ops.slot_window.autograd import (
+            slot_window_attention_backward_op,
+            slot_window_attention_op,
+            slot_window_prefill_op,
+        )
         from tokenmix_nha.ops.slot_window.prefix import _prefix_op
 
         x = inputs(T=20, **KERNELS, dtype=torch.float32, device=device)
@@ -284,8 +294,11 @@ class TestSlotWindowAttention(OpContract):
         yield _prefix_op, (x["q"], x["k"], x["v"], None, 3, 0.1, "triton"), *tests
         state, length = carried(1, 1, 64, 64, 16, 4, dtype=torch.float32, device=device)
         for normalizer in (None, 8.0):
-            given = (*token(x, 0).values(), None, None, *state.values(), None, length, 0.1, normalizer, True)
+            given = (*token(x, 0).values(), None, None, *state.values(), None, length, None, 0.1, normalizer, True)
             yield step._step_op, given, "test_schema", "test_faketensor"
+        slots = torch.zeros(1, dtype=torch.int32, device=device)
+        given = (*x.values(), None, None, None, *state.values(), None, length, slots, None, 0.1, "triton")
+        yield slot_window_prefill_op, given, "test_schema", "test_faketensor"
 
 
 @pytest.mark.parametrize("own_keys", [False, True])

@@ -7,10 +7,11 @@ from functools import partial
 
 import pytest
 import torch
+from test_slot_window_in_slots import FRESH, RAGGED, SLOTS, assert_unowned_untouched, compared, pool_of, ragged_call
 
 from tokenmix_core.ops.dispatch import GluonForm
 from tokenmix_core.testing import gluon_emulator
-from tokenmix_nha.ops import SlotWindowState, slot_window_attention
+from tokenmix_nha.ops import SlotWindowState, slot_window_attention, slot_window_attention_prefill
 from tokenmix_nha.ops.slot_window import tuning
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels themselves are tested on a GPU")
@@ -74,3 +75,23 @@ def test_outputs_and_slots_agree_with_the_reference(on_hopper, case):
     torch.testing.assert_close(got.o, exact.o, rtol=1e-4, atol=1e-4)
     for name in ("slots_k", "slots_v"):
         torch.testing.assert_close(getattr(got[1], name), getattr(exact[1], name), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("own_keys", [False, True])
+@pytest.mark.parametrize("window", [0, 20, 70])
+def test_a_ragged_prefill_in_slots_agrees_with_the_reference(on_hopper, window, own_keys):
+    x, state = ragged_call(torch.float32, "cpu", window, own_keys=own_keys, M=32, H=1, HQ=2)
+    cu, slots, fresh = torch.tensor(RAGGED, dtype=torch.int32), torch.tensor(SLOTS), torch.tensor(FRESH)
+    pools = {impl: pool_of(state) for impl in ("gluon", "reference")}
+    o, exact = (
+        slot_window_attention_prefill(**x, state=pool, slots=slots, fresh=fresh, cu_seqlens=cu, impl=impl)
+        for impl, (pool, _) in pools.items()
+    )
+    assert set(on_hopper) == {"hopper_slot_states", "hopper_window_outputs"}
+    torch.testing.assert_close(o, exact, rtol=1e-4, atol=1e-4)
+    found = []
+    for pool, memory in pools.values():
+        assert_unowned_untouched(memory, pool, [6, 3, 0, 5])
+        found.append(compared(pool, [6, 3, 0, 5]))
+    for name, true in found[1].items():
+        torch.testing.assert_close(found[0][name], true, rtol=1e-4, atol=1e-4)

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from tokenmix_core.kernels.triton.decay import LOG2_E as LOG2_E
     from tokenmix_core.kernels.triton.precision import FLOAT32_DOT as FLOAT32_DOT
     from tokenmix_core.kernels.triton.varlen import locate_chunk as locate_chunk
+    from tokenmix_core.kernels.triton.varlen import locate_slot as locate_slot
     from tokenmix_core.kernels.tuning import one_wave as one_wave
     from tokenmix_core.kernels.tuning import override as override
     from tokenmix_core.kernels.tuning import sm_count as sm_count

@@ -119,6 +119,9 @@ if TYPE_CHECKING:
     from tokenmix_core.ops.registry import attention_steps as attention_steps
     from tokenmix_core.ops.registry import delta_rule_steps as delta_rule_steps
     from tokenmix_core.ops.registry import ssd_steps as ssd_steps
+    from tokenmix_core.ops.slots import at_slots as at_slots
+    from tokenmix_core.ops.slots import check_written as check_written
+    from tokenmix_core.ops.slots import refuse_gradients as refuse_gradients
     from tokenmix_core.ops.softmax_attention import autograd as attention_autograd
     from tokenmix_core.ops.softmax_attention.backends import by_cudnn as by_cudnn
     from tokenmix_core.ops.softmax_attention.backends import choose_impl as choose_impl

@@ -23,7 +23,7 @@ import triton
 from torch import Tensor
 from torch.library import CustomOpDef  # type: ignore[attr-defined]
 
-from tokenmix_core.testing.gluon_pointers import Pointer
+from tokenmix_core.testing.gluon_pointers import Pointer, SelectedPointer
 
 _GLUON = "triton.experimental.gluon"
 # name of Triton's module for programmatic dependent launch
@@ -173,9 +173,9 @@ def constexpr(x=None):
 
 
 def _where(condition: Tensor, x, y):
-    """Select elementwise between two tensors; with a scalar condition, select one of two pointers."""
+    """Select elementwise between two tensors or two tensors of pointers."""
     if isinstance(x, Pointer):
-        return x if condition else y
+        return (x if condition else y) if condition.dim() == 0 else SelectedPointer(condition, x, y)
     return torch.where(*map(torch.as_tensor, (condition, x, y)))
 
 

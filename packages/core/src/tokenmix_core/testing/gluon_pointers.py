@@ -38,3 +38,21 @@ class Pointer:
         if mask.any():
             assert x.dtype == self.base.dtype
             self.base[offset[mask]] = x[mask]
+
+
+class SelectedPointer:
+    """A tensor of pointers for loads: each is an element of `x` if the condition holds, else of `y`."""
+
+    def __init__(self, condition: Tensor, x: Pointer, y: Pointer):
+        self.condition, self.x, self.y = condition, x, y
+
+    def __add__(self, offset):
+        return SelectedPointer(self.condition, self.x + offset, self.y + offset)
+
+    def __getitem__(self, index):
+        return SelectedPointer(self.condition[index], self.x[index], self.y[index])
+
+    def load(self, mask=None, other=0.0) -> Tensor:
+        mask = torch.tensor(True) if mask is None else mask
+        x, y = self.x.load(mask & self.condition, other), self.y.load(mask & ~self.condition, other)
+        return torch.where(self.condition, x, y)

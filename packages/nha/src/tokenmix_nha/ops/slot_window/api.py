@@ -2,34 +2,34 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from tokenmix_core.kernels import Checked
 from tokenmix_core.ops import (
     Impl,
     ScanOutput,
+    at_slots,
     bind_shapes,
     check_cu_seqlens,
     check_dtype,
-    check_multiple,
     check_same_dtype,
-    check_scale,
+    check_written,
     exportable,
     is_exporting,
+    refuse_gradients,
     resolve_impl,
 )
 from tokenmix_nha.ops.forget_gates.api import check_normalizer, log_forget_gates_reference
 from tokenmix_nha.ops.slot_window import reference
+from tokenmix_nha.ops.slot_window.checks import check_rest, check_state, logit_scale
 from tokenmix_nha.ops.slot_window.plan import GLUON, limit
 from tokenmix_nha.ops.slot_window.state import SlotWindowState, last_tokens, prepend
 from tokenmix_nha.ops.slot_window.tuning import slot_tile
 from tokenmix_nha.ops.slot_window.types import Inputs
-
-FLOATS = (torch.bfloat16, torch.float16, torch.float32)
-SLOTS = (16, 32, 64, 128)
-HEAD_SIZES = (64, 128)
 
 
 def slot_window_attention(
@@ -125,6 +125,61 @@ def slot_window_attention(
     return ScanOutput(o, SlotWindowState(slots_k, slots_v, *rings, length))
 
 
+def slot_window_attention_prefill(
+    q: Float[Tensor, "B T HQ K"],
+    k: Float[Tensor, "B T H K"],
+    v: Float[Tensor, "B T H V"],
+    f: Float[Tensor, "B T H M"],
+    state: SlotWindowState,
+    *,
+    slots: Int[Tensor, "N"],
+    fresh: Bool[Tensor, "N"] | None = None,
+    q_slots: Float[Tensor, "B T HQ K"] | None = None,
+    k_slots: Float[Tensor, "B T H K"] | None = None,
+    scale: float | None = None,
+    cu_seqlens: Int[Tensor, "N_plus_1"] | None = None,
+    impl: Impl | None = None,
+) -> Float[Tensor, "B T HQ V"]:
+    """Compute `slot_window_attention` from and into slots of a pool of states. Not differentiable.
+
+    The window is the size of the state's ring buffer. The kernels read the carried windows from the ring buffers, and
+    overwrite only the entries of tokens that have entered the slots.
+
+    Args:
+        q, k, v, f, q_slots, k_slots, scale, cu_seqlens: as for `slot_window_attention`.
+        state: pools of states, each `[S, ...]` instead of `[N, ...]`. The elements of a slot are contiguous; slots may
+            be any distance apart.
+        slots: int32 or int64 `[N]`, the slot of each sequence, which is read and overwritten. A sequence with a
+            negative slot starts from an empty state, and its final state is dropped.
+        fresh: bool `[N]`, True for a sequence that starts from an empty state and does not read its slot; None if none
+            does.
+        impl: as for `slot_window_attention`.
+
+    Returns:
+        o `[B, T, HQ, V]` in q's dtype.
+
+    Raises:
+        ValueError: as for `slot_window_attention`; or gradients are required, a slot does not exist, or two sequences
+            share one.
+    """
+    op = "slot_window_attention_prefill"
+    tensors = dict(q=q, k=k, v=v, f=f, q_slots=q_slots, k_slots=k_slots)
+    refuse_gradients(op, **tensors)
+    if not isinstance(state, SlotWindowState):
+        raise ValueError(f"{op}: the state must be a SlotWindowState, got {type(state).__name__}")
+    backend, factor = _check_prefill(op, *tensors.values(), cu_seqlens, scale, impl, slots, fresh, *state)
+    if backend != "reference":
+        from tokenmix_nha.ops.slot_window.autograd import prefill
+
+        return prefill(*tensors.values(), cu_seqlens, *state, slots, fresh, factor, backend)
+    held = state.at(slots, fresh)
+    options = {"initial_state": held, "cu_seqlens": cu_seqlens, "scale": factor, "impl": backend}
+    with torch.no_grad():
+        o, after = slot_window_attention(**tensors, window=state.window, **options)
+        state.put(slots, after.reserve(state.window))
+    return o
+
+
 @torch.no_grad()
 def slot_window_attention_step(
     q: Float[Tensor, "B HQ K"],
@@ -133,6 +188,7 @@ def slot_window_attention_step(
     f: Float[Tensor, "B H M"],
     state: SlotWindowState,
     *,
+    slots: Int[Tensor, "B"] | None = None,
     q_slots: Float[Tensor, "B HQ K"] | None = None,
     k_slots: Float[Tensor, "B H K"] | None = None,
     scale: float | None = None,
@@ -148,6 +204,8 @@ def slot_window_attention_step(
         q, k, v, f, q_slots, k_slots: one token of each sequence, as for `slot_window_attention` without T.
         state: `SlotWindowState.zeros`, or a final state after `reserve(window)`; its contiguous tensors are
             overwritten.
+        slots: int32 or int64 `[B]`; row n then reads and overwrites slot `slots[n]` of the pools in `state`, each
+            `[S, ...]`, which a prefill has written. The output of a row with a negative slot, padding, is zero.
         scale: the same as for `slot_window_attention`.
         normalizer: τ if f contains logits, from which log-gates are computed as log σ(f) / τ (`log_forget_gates`); None
             if f contains log-gates.
@@ -166,25 +224,27 @@ def slot_window_attention_step(
         k_slots=(k_slots, "B H K?"),
     )  # fmt: skip
     backend = resolve_impl(op, impl, q)
-    dims["N"] = dims["B"]
-    _check_rest(op, backend, dims, **token)
+    if slots is None:
+        dims["N"] = dims["B"]
+    bind_shapes(op, dims, q=(q, "B HQ K"), slots=(slots, "B?"))
+    check_rest(op, backend, dims, **token)
     if normalizer is not None:
         check_normalizer(op, normalizer)
-    _check_state(op, dims, q, f if normalizer is None else None, k_slots, state)
-    for name, x in state._asdict().items():
-        if x is not None and not x.is_contiguous():
-            raise ValueError(
-                f"{op}: state.{name} must be contiguous, got strides {x.stride()}; state.reserve(window) copies"
-            )
+    check_state(op, dims, q, f if normalizer is None else None, k_slots, state, "N" if slots is None else "S")
+    check_written(op, slots, **_present(state))
     check_same_dtype(op, k=k, **{"state.k": state.k, "state.v": state.v})
-    factor = _scale(op, dims, scale)
+    factor = logit_scale(op, dims, scale)
     if backend != "reference":
         from tokenmix_nha.ops.slot_window.step import step_triton
 
-        return step_triton(**token, state=state, scale=factor, normalizer=normalizer)
+        return step_triton(**token, state=state, scale=factor, normalizer=normalizer, slots=slots)
     if normalizer is not None:
         token["f"] = log_forget_gates_reference(f, normalizer)
-    return reference.step_reference(**token, state=state, scale=factor)
+
+    def run(q, k, v, f, q_slots, k_slots, *held):
+        return reference.step_reference(q, k, v, f, q_slots, k_slots, _state_of(held, state), scale=factor)
+
+    return at_slots(run, slots, tuple(token.values()), tuple(_present(state).values()))
 
 
 @Checked
@@ -203,13 +263,38 @@ def _check(op, q, k, v, f, q_slots, k_slots, cu_seqlens, window, scale, impl, *s
     dims["N"] = dims["B"] if sequences is None else sequences
     # pass q again: the check compares the device of cu_seqlens with that of the first tensor
     bind_shapes(op, dims, q=(q, "B T HQ K"), cu_seqlens=(cu_seqlens, "_?"))
-    _check_rest(op, backend, dims, q=q, k=k, v=v, f=f, q_slots=q_slots, k_slots=k_slots)
+    check_rest(op, backend, dims, q=q, k=k, v=v, f=f, q_slots=q_slots, k_slots=k_slots)
     if backend == "gluon":
         slots = slot_tile(dims["M"], q.dtype, k_slots is not None, dims["HQ"] // dims["H"])
         GLUON.require(op, q.device, q.dtype, limit(slots, dims["K"], dims["V"]))
     if state:
-        _check_state(op, dims, q, f, k_slots, SlotWindowState(*state))
-    return dims, backend, _scale(op, dims, scale)
+        check_state(op, dims, q, f, k_slots, SlotWindowState(*state))
+    return dims, backend, logit_scale(op, dims, scale)
+
+
+@Checked
+def _check_prefill(
+    op, q, k, v, f, q_slots, k_slots, cu_seqlens, scale, impl, slots, fresh, *state
+) -> tuple[str | None, float]:  # fmt: skip
+    """Validate a call on whole sequences in slots; return the implementation to use, and the scale."""
+    held = SlotWindowState(*state)
+    dims, backend, factor = _check(op, q, k, v, f, q_slots, k_slots, cu_seqlens, held.window, scale, impl)
+    bind_shapes(op, dims, q=(q, "B T HQ K"), slots=(slots, "N"), fresh=(fresh, "N?"))
+    check_dtype(op, (torch.bool,), fresh=fresh)
+    check_state(op, {name: size for name, size in dims.items() if name != "N"}, q, f, k_slots, held, "S")
+    check_written(op, slots, **_present(held))
+    return backend, factor
+
+
+def _present(state: SlotWindowState) -> dict[str, Tensor]:
+    """Return the tensors of a state by name."""
+    return {f"state.{name}": x for name, x in state._asdict().items() if x is not None}
+
+
+def _state_of(tensors: Sequence[Tensor], like: SlotWindowState) -> SlotWindowState:
+    """Return the state with these tensors, which has None where `like` has it."""
+    given = iter(tensors)
+    return SlotWindowState._make(None if x is None else next(given) for x in like)
 
 
 def _shapes(q, v, slots_k, slots_v, **_) -> tuple[Tensor, Tensor, Tensor]:
@@ -253,58 +338,7 @@ def _reference(x: Inputs):
     return torch.cat((o, padding), 1), torch.cat(slots_k), torch.cat(slots_v)
 
 
-def _scale(op: str, dims: dict[str, int], scale: float | None) -> float:
-    if scale is None:
-        return dims["K"] ** -0.5
-    factor = check_scale(op, scale)
-    if factor <= 0:
-        raise ValueError(f"{op}: scale must be positive, got {scale!r}")
-    return factor
-
-
 def _zero_slots(dims: dict[str, int], q: Tensor) -> tuple[Tensor, Tensor]:
     wide = torch.promote_types(q.dtype, torch.float32)
     shape = (dims["N"], dims["H"], dims["M"])
     return q.new_zeros(*shape, dims["K"], dtype=wide), q.new_zeros(*shape, dims["V"], dtype=wide)
-
-
-def _check_rest(op: str, impl: str | None, dims: dict[str, int], **tensors: Tensor | None) -> None:
-    """Raise a ValueError for dtypes, head counts or sizes that the operation or its kernels do not support."""
-    floats = (*FLOATS, torch.float64) if impl == "reference" else FLOATS
-    check_dtype(op, floats, **tensors)
-    check_same_dtype(op, **{name: x for name, x in tensors.items() if name != "f"})
-    check_multiple(op, "HQ", dims["HQ"], "H", dims["H"])
-    if (tensors["q_slots"] is None) != (tensors["k_slots"] is None):
-        given, absent = ("k_slots", "q_slots") if tensors["q_slots"] is None else ("q_slots", "k_slots")
-        raise ValueError(f"{op}: q_slots and k_slots go together, got {given} without {absent}")
-    if impl != "reference":
-        for letter, allowed in (("K", HEAD_SIZES), ("V", HEAD_SIZES), ("M", SLOTS)):
-            if dims[letter] not in allowed:
-                raise ValueError(
-                    f"{op}: impl={impl or 'triton'!r} needs {letter} in {', '.join(map(str, allowed))}, "
-                    f"got {letter}={dims[letter]}; choose such a size or pass impl='reference'"
-                )
-
-
-def _check_state(
-    op: str, dims: dict[str, int], q: Tensor, f: Tensor | None, k_slots: Tensor | None, state: SlotWindowState
-) -> None:
-    """Raise a ValueError unless `state` fits queries and gates; f is None if the caller has logits, not log-gates."""
-    if not isinstance(state, SlotWindowState):
-        raise ValueError(f"{op}: the state must be a SlotWindowState, got {type(state).__name__}")
-    shapes = {
-        "slots_k": "N H M K", "slots_v": "N H M V", "k": "N W H K", "v": "N W H V", "f": "N W H M",
-        "k_slots": "N W H K?", "length": "N H",
-    }  # fmt: skip
-    got = state._asdict()
-    # pass q first: the check compares the devices of the state's tensors with that of the first tensor
-    spec = " ".join(["B", "T", "HQ", "K"] if q.dim() == 4 else ["B", "HQ", "K"])
-    bind_shapes(op, dict(dims), q=(q, spec), **{f"state.{name}": (got[name], shapes[name]) for name in shapes})
-    if (k_slots is None) != (state.k_slots is None):
-        has = "no k_slots" if state.k_slots is None else "k_slots"
-        raise ValueError(f"{op}: the state was made with {has}; pass q_slots and k_slots in all calls or in none")
-    wide = torch.promote_types(q.dtype, torch.float32)
-    check_dtype(op, (wide,), **{"state.slots_k": state.slots_k, "state.slots_v": state.slots_v})
-    check_dtype(op, (torch.int32,), **{"state.length": state.length})
-    check_same_dtype(op, q=q, **{f"state.{name}": got[name] for name in ("k", "v", "k_slots")})
-    check_dtype(op, (wide if f is None else f.dtype,), **{"state.f": state.f})

@@ -25,6 +25,7 @@ from tokenmix_nha.ops.slot_window.backward_tokens import token_gradients
 from tokenmix_nha.ops.slot_window.chunk_gates import chunk_gates
 from tokenmix_nha.ops.slot_window.forward import window_outputs
 from tokenmix_nha.ops.slot_window.plan import plan
+from tokenmix_nha.ops.slot_window.ring import store_rings
 from tokenmix_nha.ops.slot_window.states import slot_gradients, slot_states
 from tokenmix_nha.ops.slot_window.types import (
     Backward,
@@ -32,6 +33,8 @@ from tokenmix_nha.ops.slot_window.types import (
     Gradients,
     Inputs,
     Layout,
+    Pool,
+    PrefillInputs,
     Results,
     Saved,
     empty_gradients,
@@ -72,28 +75,60 @@ class BackwardInputs(NamedTuple):
 @retried
 @of_fields
 def _forward(x: Inputs) -> Outputs:
-    """Compute the slots before each chunk by a scan, then the outputs of all query chunks in parallel."""
+    """Return the outputs, the final slots, and the activations that the backward pass needs."""
     x = x.aligned()
     y = layout(x)
     out = _empty_outputs(x, y)
-    results, saved = Results(*out[:3]), Saved(*buffer_views(out.saved, saved_layouts(x, y)))
-    gluon = plan(y.M, y.window, x.impl, x.q, x.k, x.v, x.f, x.q_slots, x.k_slots).forward == "gluon"
     with compiled_together() as launch:
-        if gluon:
-            from tokenmix_nha.ops.slot_window.hopper.forward import hopper_window_outputs
-            from tokenmix_nha.ops.slot_window.hopper.states import hopper_slot_states
-
-            hopper_slot_states(launch, x, y, results, saved)
-            hopper_window_outputs(launch, x, y, results, saved)
-            # no gate factors: the kernel for strong chunks (a slot decays by over 80 bits) then computes them itself
-            gates = Gates(None, None, None)
-        else:
-            gates = chunk_gates(launch, x, y, saved)
-            slot_states(launch, x, y, gates, results, saved)
-            window_outputs(launch, x, y, gates, results, saved, strong=False)
-        window_outputs(launch, x, y, gates, results, saved, strong=True)
+        _run(launch, x, y, Results(*out[:3]), out.saved)
     zero_padding(x.cu_seqlens, out.o)
     return out
+
+
+@retried
+@of_fields
+def _prefill(given: PrefillInputs) -> Tensor:
+    """Return o of whole sequences, and overwrite their slots of the pool."""
+    pool = given.pool._replace(**{name: aligned(getattr(given.pool, name)) for name in ("slots", "fresh")})
+    window = pool.ring_k.shape[1]
+    x = Inputs(
+        q=given.q, k=given.k, v=given.v, f=given.f, q_slots=given.q_slots, k_slots=given.k_slots, slots_k=pool.pool_k,
+        slots_v=pool.pool_v, start=None, cu_seqlens=given.cu_seqlens, before=window, window=window, scale=given.scale,
+        impl=given.impl,
+    )  # fmt: skip
+    tokens = Inputs(*x[:6], None, None, *x[8:]).aligned()
+    x = tokens._replace(slots_k=pool.pool_k, slots_v=pool.pool_v)
+    y = layout(x, carried=True)
+    o = x.q.new_empty(*x.q.shape[:3], y.V)
+    saved = x.q.new_empty(buffer_bytes(saved_layouts(x, y)), dtype=torch.uint8)
+    with compiled_together() as launch:
+        _run(launch, x, y, Results(o, pool.pool_k, pool.pool_v), saved, pool)
+        store_rings(launch, x, y, pool)
+    zero_padding(x.cu_seqlens, o)
+    return o
+
+
+def _run(launch, x: Inputs, y: Layout, results: Results, buffer: Tensor, pool: Pool | None = None) -> None:
+    """Compute the slots before each chunk by a scan, then the outputs of all query chunks in parallel.
+
+    `buffer` receives the activations that a backward pass needs. With `pool`, sequences start from its slots, and
+    `results` has its tensors.
+    """
+    saved = Saved(*buffer_views(buffer, saved_layouts(x, y)))
+    gluon = plan(y.M, y.window, x.impl, x.q, x.k, x.v, x.f, x.q_slots, x.k_slots).forward == "gluon"
+    if gluon:
+        from tokenmix_nha.ops.slot_window.hopper.forward import hopper_window_outputs
+        from tokenmix_nha.ops.slot_window.hopper.states import hopper_slot_states
+
+        hopper_slot_states(launch, x, y, results, saved, pool)
+        hopper_window_outputs(launch, x, y, results, saved, pool)
+        # no gate factors: the kernel for strong chunks (a slot decays by over 80 bits) then computes them itself
+        gates = Gates(None, None, None)
+    else:
+        gates = chunk_gates(launch, x, y, saved, pool)
+        slot_states(launch, x, y, gates, results, saved, pool)
+        window_outputs(launch, x, y, gates, results, saved, pool, strong=False)
+    window_outputs(launch, x, y, gates, results, saved, pool, strong=True)
 
 
 @retried
@@ -184,5 +219,13 @@ slot_window_attention_backward_op = cached_op(
     lambda given: [grad for grad in empty_gradients(given.inputs, given.initial) if grad is not None],
 )
 _backward_pass = direct_when_eager(slot_window_attention_backward_op, _present)
+slot_window_prefill_op = cached_op(
+    "tokenmix_nha::slot_window_prefill",
+    _prefill,
+    lambda x: x.q.new_empty(*x.q.shape[:3], x.v.shape[3]),
+    mutates_args=[name for name in Pool._fields if name not in ("slots", "fresh")],
+)
+# takes the fields of `PrefillInputs`; returns o
+prefill = direct_when_eager(slot_window_prefill_op, _prefill, writes=PrefillInputs._fields.index("pool"))
 # takes the fields of `Inputs`, where each sequence's keys follow those of its carried window; returns o and final slots
 slot_window_attention_kernels = differentiable(slot_window_attention_op, _forward, _save, _gradients, outputs=3)

@@ -14,7 +14,11 @@ from tokenmix_nha.ops.slot_window.tile import SIZES
 from tokenmix_nha.ops.slot_window.types import Backward, Gates, Softmax
 
 _Tensors = namedtuple(
-    "_Tensors", "q k v f q_slots k_slots row column states_k states_v o lse do dq dq_slots p dz x delta scale"
+    "_Tensors",
+    "q k v f q_slots k_slots row column states_k states_v o lse do dq dq_slots p dz x delta scale ring_k stride_ring_k "
+    "ring_k_slots stride_ring_k_slots",
+    # gradients exist only outside of slots, where the keys include the carried windows
+    defaults=(None, None, None, None),
 )
 # tiles of a chunk: q = q̂, the queries that read the slots; output gradients do; a = q̂ k̂ᵀ and dp = do vᵀ
 _Pairs = namedtuple("_Pairs", "q do a dp")
@@ -75,7 +79,7 @@ def _window(b_q, b_do, b_lse, t, shift, chunk, at, scale_2, c):
 @triton.jit
 def _queries(chunk, t, at, c):
     """Store dq, dq_slots and the fields of `Softmax` for a query chunk of one query head."""
-    i_t, keys, oldest, length, count, entry, begin_q, begin_k = chunk
+    i_t, keys, oldest, length, count, entry, begin_q, begin_k, _, _, _ = chunk
     HQ = at.H * c.GROUP
     o_r = tl.arange(0, c.BT)
     first = i_t * c.BT
@@ -89,7 +93,7 @@ def _queries(chunk, t, at, c):
     # rows without a query get lse = ∞, which makes their probabilities 0
     b_lse = tl.load(t.lse + p_row, mask=m_q, other=float("inf"))
 
-    b_q, b_qs, b_ks = tiles.load_pairs(t, chunk, o_q, m_q, o_j, m_j, at.H, c)
+    b_q, b_qs, b_ks = tiles.load_pairs(t, chunk, o_q, m_q, o_j, m_j, at, c)
     b_a = tl.dot(b_qs, tl.trans(b_ks), input_precision=c.DOT)
     b_dp = tl.dot(
         b_do, tl.trans(tiles.load_rows(t.v + begin_k * c.V, o_j, m_j, at.H * c.V, c.V)), input_precision=c.DOT

@@ -16,15 +16,19 @@ from tokenmix_nha.ops.slot_window import tile as tiles
 from tokenmix_nha.ops.slot_window import tuning
 from tokenmix_nha.ops.slot_window.head_loops import each_head_of_queries
 from tokenmix_nha.ops.slot_window.tile import SIZES
-from tokenmix_nha.ops.slot_window.types import Gates, Inputs, Layout, Results, Saved
+from tokenmix_nha.ops.slot_window.types import Gates, Inputs, Layout, Pool, Results, Saved, of_pool
 
-_Tensors = namedtuple("_Tensors", "q k v f q_slots k_slots row column states_k states_v o lse scale")
+_Tensors = namedtuple(
+    "_Tensors",
+    "q k v f q_slots k_slots row column states_k states_v o lse scale ring_k ring_v ring_f ring_k_slots stride_ring_k "
+    "stride_ring_v stride_ring_f stride_ring_k_slots",
+)
 
 
 @triton.jit
 def _outputs(chunk, t, at, c):
     """Store o and the base-2 log-sum-exp for a query chunk of one query head."""
-    i_t, keys, oldest, length, _, entry, begin_q, begin_k = chunk
+    i_t, keys, oldest, length, _, entry, begin_q, begin_k, slot, seen, i_h = chunk
     HQ = at.H * c.GROUP
     o_r = tl.arange(0, c.BT)
     first = i_t * c.BT
@@ -34,15 +38,18 @@ def _outputs(chunk, t, at, c):
     m_j = (o_j >= oldest) & (o_j < keys)
     scale = t.scale * LOG2_E
 
-    b_q, b_qs, b_ks = tiles.load_pairs(t, chunk, o_q, m_q, o_j, m_j, at.H, c)
+    b_q, b_qs, b_ks = tiles.load_pairs(t, chunk, o_q, m_q, o_j, m_j, at, c)
     b_a = tl.dot(b_qs, tl.trans(b_ks), input_precision=c.DOT)
     b_z = tl.dot(b_qs, tiles.load_columns(t.states_k + entry * c.K * c.M, c.M, c.K, c.BM), input_precision=c.DOT)
-    m_e = (o_j >= 0) & (o_j < keys - at.window)
+    m_e = m_j & (o_j < keys - at.window)
     r_t, r_j = o_r[:, None], o_r[None, :]
     if c.STRONG:
         # the Hopper scan only finds strong chunks (a slot decays by over 80 bits); count their halvings here, and store
         # the count for the backward pass
-        b_f = tiles.load_gates(t.f + begin_k * c.SLOTS, o_j, m_e, at.H * c.SLOTS, c.SLOTS, c.BM)
+        b_f = tiles.load_ring_gates(
+            t.f + begin_k * c.SLOTS, o_j, m_e, at.H * c.SLOTS, c.SLOTS, t.ring_f, t.stride_ring_f, i_h * c.SLOTS,
+            slot, seen, at.before, c.BM,
+        )  # fmt: skip
         b_log = tiles.log2_gates(b_f, c.DOT)
         count = tiles.halvings(b_log, 1, c.BT, c.DOT)
         tl.store(at.splits + entry, count)
@@ -95,9 +102,8 @@ def _outputs(chunk, t, at, c):
     b_o = tl.dot(
         b_ys, tl.trans(tiles.load_columns(t.states_v + entry * c.V * c.M, c.M, c.V, c.BM)), input_precision=c.DOT
     )
-    b_o = tl.dot(
-        b_w.to(b_q.dtype), tiles.load_rows(t.v + begin_k * c.V, o_j, m_j, at.H * c.V, c.V), b_o, input_precision=c.DOT
-    )
+    b_v = tiles.load_keys(t.v, t.ring_v, t.stride_ring_v, o_j, m_j, chunk, at, c.V)
+    b_o = tl.dot(b_w.to(b_q.dtype), b_v, b_o, input_precision=c.DOT)
 
     # loop over the remaining window tiles, starting at the first valid key
     o_n = tl.arange(0, c.BN)
@@ -105,8 +111,8 @@ def _outputs(chunk, t, at, c):
     for shift in range(shift_0 + skip, tl.minimum(c.BT + at.window, keys - first), c.BN):
         o_jn = first + shift + o_n
         m_jn = (o_jn >= oldest) & (o_jn < keys)
-        b_kn = tiles.load_rows(t.k + begin_k * c.K, o_jn, m_jn, at.H * c.K, c.K)
-        b_vn = tiles.load_rows(t.v + begin_k * c.V, o_jn, m_jn, at.H * c.V, c.V)
+        b_kn = tiles.load_keys(t.k, t.ring_k, t.stride_ring_k, o_jn, m_jn, chunk, at, c.K)
+        b_vn = tiles.load_keys(t.v, t.ring_v, t.stride_ring_v, o_jn, m_jn, chunk, at, c.V)
         o_s = (shift + o_n)[None, :] - o_r[:, None]
         m_wn = (o_s > 0) & (o_s <= at.window) & m_jn[None, :]
         b_s = tl.where(m_wn, tl.dot(b_q, tl.trans(b_kn), input_precision=c.DOT) * scale, float("-inf"))
@@ -124,10 +130,11 @@ def _outputs(chunk, t, at, c):
 @cached_launch
 @triton.jit(do_not_specialize=SIZES)
 def slot_window_forward_kernel(
-    q, k, v, f, q_slots, k_slots, splits, row, column, states_k, states_v, start, cu_seqlens, o, lse, scale, T, N, H,
-    before, window, chunks, entries, extra, lead, M: tl.constexpr, SLOTS, BM: tl.constexpr, K: tl.constexpr,
-    V: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr, STRONG: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr,
-    OWN_SLOT_KEYS: tl.constexpr, FACTOR: tl.constexpr, DOT: tl.constexpr,
+    q, k, v, f, q_slots, k_slots, splits, row, column, states_k, states_v, start, cu_seqlens, o, lse, scale,
+    ring_k, ring_v, ring_f, ring_k_slots, length, stride_ring_k, stride_ring_v, stride_ring_f, stride_ring_k_slots,
+    stride_length, slots, fresh, T, N, H, before, window, chunks, entries, extra, lead, M: tl.constexpr, SLOTS,
+    BM: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr, STRONG: tl.constexpr,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, OWN_SLOT_KEYS: tl.constexpr, FACTOR: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
     """Store o `[BT, V]` and the base-2 log-sum-exp for a query chunk and HEADS query heads.
 
@@ -135,16 +142,25 @@ def slot_window_forward_kernel(
     """
     each_head_of_queries(
         _outputs,
-        _Tensors(q, k, v, f, q_slots, k_slots, row, column, states_k, states_v, o, lse, scale),
-        tiles.Chunks(splits, start, cu_seqlens, T, N, H, before, window, chunks, entries, extra, lead),
+        _Tensors(
+            q, k, v, f, q_slots, k_slots, row, column, states_k, states_v, o, lse, scale, ring_k, ring_v, ring_f,
+            ring_k_slots, stride_ring_k, stride_ring_v, stride_ring_f, stride_ring_k_slots,
+        ),
+        tiles.Chunks(
+            splits, start, cu_seqlens, T, N, H, before, window, chunks, entries, extra, lead, slots, fresh, length,
+            stride_length,
+        ),
         tiles.Constants(M, SLOTS, BM, K, V, BT, GROUP, HEADS, STRONG, FACTOR, DOT, BN, OWN_SLOT_KEYS),
     )  # fmt: skip
 
 
 def window_outputs(
-    launch, x: Inputs, y: Layout, gates: Gates, results: Results, saved: Saved, *, strong: bool
+    launch, x: Inputs, y: Layout, gates: Gates, results: Results, saved: Saved, pool: Pool | None = None, *,
+    strong: bool,
 ) -> None:  # fmt: skip
     """Fill o and the log-sum-exp of strong chunks (a slot decays by over 80 bits) if `strong`, else of weak ones.
+
+    With `pool`, the carried windows are in its ring buffers.
 
     Programs for strong chunks compute the gates' factors themselves; programs for weak chunks read `gates`.
     """
@@ -155,6 +171,7 @@ def window_outputs(
         slot_window_forward_kernel, (chunks, cdiv(heads, each)),
         q=x.q, k=x.k, v=x.v, f=x.f, q_slots=x.q_slots, k_slots=x.k_slots, splits=saved.splits, row=gates.row,
         column=gates.column, states_k=saved.states_k, states_v=saved.states_v, start=x.start, cu_seqlens=x.cu_seqlens,
-        o=results.o, lse=saved.lse, scale=x.scale, **y.of_queries, **y.portable, BM=y.BM, BN=tile.BN, STRONG=strong,
-        HEADS=each, OWN_SLOT_KEYS=x.k_slots is not None, num_warps=tile.num_warps, num_stages=tile.num_stages,
+        o=results.o, lse=saved.lse, scale=x.scale, **of_pool(pool, "ring_k", "ring_v", "ring_f", "ring_k_slots"),
+        **y.of_queries, **y.portable, BM=y.BM, BN=tile.BN, STRONG=strong, HEADS=each,
+        OWN_SLOT_KEYS=x.k_slots is not None, num_warps=tile.num_warps, num_stages=tile.num_stages,
     )  # fmt: skip

@@ -7,7 +7,14 @@ program costs less than starting a program for each head.
 import triton
 import triton.language as tl
 
-from tokenmix_nha.ops.slot_window.tile import KeyChunk, QueryChunk, first_entry, locate_chunk
+from tokenmix_nha.ops.slot_window.tile import (
+    KeyChunk,
+    QueryChunk,
+    begin_of_keys,
+    earlier_tokens,
+    first_entry,
+    locate_chunk,
+)
 
 
 @triton.jit
@@ -62,9 +69,10 @@ def each_head_of_queries(body: tl.constexpr, x, at, c):
     i_n, i_t, begin, length = locate_chunk(tl.program_id(0), at, at.extra, c.BT)
     HQ = at.H * c.GROUP
     i_t -= at.lead
-    begin_k = begin + i_n.to(tl.int64) * at.before
+    entry = begin + i_n.to(tl.int64) * at.before
     keys = length + at.before
-    entry = (first_entry(i_n, begin_k, at.entries, at.cu_seqlens, c.BT) + tl.maximum(i_t, 0)) * at.H
+    entry = (first_entry(i_n, entry, at.entries, at.cu_seqlens, c.BT) + tl.maximum(i_t, 0)) * at.H
+    begin_k = begin_of_keys(begin, i_n, at)
     if i_t * c.BT + at.window - at.before >= length:
         return
     i_h = tl.program_id(1) * c.HEADS
@@ -72,15 +80,16 @@ def each_head_of_queries(body: tl.constexpr, x, at, c):
     b_count = tl.load(at.splits + entry + o_h // c.GROUP, mask=o_h < tl.where(i_t >= 0, HQ, 0), other=0)
     if c.STRONG & (tl.max(b_count, 0) == 0):
         return
-    oldest = 0
-    if at.start is not None:
-        oldest = tl.load(at.start + i_n)
+    slot, seen, oldest = earlier_tokens(i_n, at)
     # disable loop-invariant code motion (LICM): indices that all heads share would be held, and registers would spill
     for i in tl.range(c.HEADS, disable_licm=True):
         count = tl.sum(tl.where(o_h == i_h + i, b_count, 0), 0)
         if ((count > 0) == c.STRONG) & (i_h + i < HQ):
             i_k = (i_h + i) // c.GROUP
             body(
-                QueryChunk(i_t, keys, oldest, length, count, entry + i_k, begin * HQ + i_h + i, begin_k * at.H + i_k),
+                QueryChunk(
+                    i_t, keys, oldest, length, count, entry + i_k, begin * HQ + i_h + i, begin_k * at.H + i_k, slot,
+                    seen, i_k,
+                ),
                 x, at, c,
             )  # fmt: skip

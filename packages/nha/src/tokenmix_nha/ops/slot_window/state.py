@@ -88,6 +88,23 @@ class SlotWindowState(NamedTuple):
         length = self.length.clamp(max=self.window)
         return SlotWindowState(self.slots_k.clone(), self.slots_v.clone(), k, v, f, k_slots, length)
 
+    def at(self, slots: Tensor, fresh: Tensor | None) -> SlotWindowState:
+        """Return copies of the states in `slots` of a pool; empty states for negative slots and `fresh` sequences."""
+        (held,) = torch.where(slots >= 0 if fresh is None else (slots >= 0) & ~fresh)
+        index = slots[held].long()
+
+        def rows(x: Tensor | None) -> Tensor | None:
+            return None if x is None else x.new_zeros(len(slots), *x.shape[1:]).index_copy_(0, held, x[index])
+
+        return SlotWindowState._make(map(rows, self))
+
+    def put(self, slots: Tensor, state: SlotWindowState) -> None:
+        """Overwrite `slots` of a pool by the states of sequences; those with a negative slot are dropped."""
+        (kept,) = torch.where(slots >= 0)
+        for x, given in zip(self, state, strict=True):
+            if x is not None and given is not None:
+                x.index_copy_(0, slots[kept].long(), given[kept])
+
     def unrolled(self) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """Return k, v, f and k_slots with the oldest token first and the unused entries last."""
         offsets = torch.arange(self.window, device=self.length.device)

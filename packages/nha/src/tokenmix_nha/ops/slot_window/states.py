@@ -8,6 +8,7 @@ are split into segments that run in parallel:
     second pass    segment 0 │ segment 1 │ …   each scan starts from its entering slots; stores the chunk states
 """
 
+from collections import namedtuple
 from typing import NamedTuple
 
 import torch
@@ -15,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tokenmix_core.kernels import cached_launch
+from tokenmix_core.kernels import cached_launch, locate_slot
 from tokenmix_nha.ops.slot_window import tile as tiles
 from tokenmix_nha.ops.slot_window import tuning
 from tokenmix_nha.ops.slot_window.tile import SIZES
@@ -24,13 +25,18 @@ from tokenmix_nha.ops.slot_window.types import (
     Gates,
     Inputs,
     Layout,
+    Pool,
     Results,
     Saved,
     SlotGradients,
     Softmax,
     empty,
+    of_pool,
 )
 
+# the slots of one head of a sequence: its row in `[N · H, SLOTS, D]` or, in a pool, in `[H, SLOTS, D]` of its slot;
+# number of columns to read and to write; the distance between slots of the pool
+_Head = namedtuple("_Head", "row slot readable writable SLOTS slots stride")
 # number of channels that one program of the carry kernel scans
 _CARRY_ROWS = 16
 
@@ -43,18 +49,34 @@ def _load_columns(p, o_t, m_t, stride, first, BD: tl.constexpr):
 
 
 @triton.jit
-def _load_slots(p, i_nh, first, BD: tl.constexpr, D: tl.constexpr, M: tl.constexpr, SLOTS):
-    """Load a tile `[BD, M]` of slots `[N, H, SLOTS, D]`; columns from SLOTS on are zero."""
+def _load_slots(p, at, first, BD: tl.constexpr, D: tl.constexpr, M: tl.constexpr):
+    """Load a tile `[BD, M]` of slots `[.., SLOTS, D]`; columns from SLOTS on are zero. `at`: a `_Head`."""
     o_d, o_m = first + tl.arange(0, BD), tl.arange(0, M)
-    p = p + i_nh.to(tl.int64) * SLOTS * D + o_m[None, :] * D + o_d[:, None]
-    return tl.load(p, mask=(o_m < SLOTS)[None, :], other=0.0)
+    p = p + at.row * at.SLOTS * D + o_m[None, :] * D + o_d[:, None]
+    if at.slots is not None:
+        p += at.slot * at.stride
+    return tl.load(p, mask=(o_m < at.readable)[None, :], other=0.0).to(tl.float32)
 
 
 @triton.jit
-def _store_slots(p, b_s, i_nh, first, BD: tl.constexpr, D: tl.constexpr, M: tl.constexpr, SLOTS):
-    """Store a tile `[BD, M]` of slots `[N, H, SLOTS, D]`; columns from SLOTS on are left out."""
+def _store_slots(p, b_s, at, first, BD: tl.constexpr, D: tl.constexpr, M: tl.constexpr):
+    """Store a tile `[BD, M]` of slots `[.., SLOTS, D]`; columns from SLOTS on are left out. `at`: a `_Head`."""
     o_d, o_m = first + tl.arange(0, BD), tl.arange(0, M)
-    tl.store(p + i_nh.to(tl.int64) * SLOTS * D + o_m[None, :] * D + o_d[:, None], b_s, mask=(o_m < SLOTS)[None, :])
+    p = p + at.row * at.SLOTS * D + o_m[None, :] * D + o_d[:, None]
+    if at.slots is not None:
+        p += at.slot * at.stride
+    tl.store(p, b_s, mask=(o_m < at.writable)[None, :])
+
+
+@triton.jit
+def _locate_head(i_nh, H, SLOTS, slots, fresh, stride):
+    """Return the `_Head` of head and sequence `i_nh`."""
+    row, slot, readable, writable = i_nh.to(tl.int64), 0, SLOTS, SLOTS
+    if slots is not None:
+        slot, held = locate_slot(i_nh // H, slots, fresh)
+        row = (i_nh % H).to(tl.int64)
+        readable, writable = tl.where(held, SLOTS, 0), tl.where(slot >= 0, SLOTS, 0)
+    return _Head(row, slot, readable, writable, SLOTS, slots, stride)
 
 
 @triton.jit
@@ -67,12 +89,14 @@ def _tile_offsets(index, first, BD: tl.constexpr, M: tl.constexpr):
 @triton.jit(do_not_specialize=SIZES)
 def slot_states_kernel(
     k, v, weight, end, initial_k, initial_v, cu_seqlens, local_k, local_v, local_g, states_k, states_v, final_k,
-    final_v, T, NH, H, before, window, entries, segments, M: tl.constexpr, SLOTS, BM: tl.constexpr, K: tl.constexpr,
-    V: tl.constexpr, BT: tl.constexpr, ND: tl.constexpr, LOCAL: tl.constexpr, DOT: tl.constexpr,
+    final_v, ring_k, ring_v, length, stride_initial_k, stride_initial_v, stride_ring_k, stride_ring_v, stride_length,
+    slots, fresh, T, NH, H, before, window, entries, segments, M: tl.constexpr, SLOTS, BM: tl.constexpr,
+    K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, ND: tl.constexpr, LOCAL: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
     """Scan a segment: store the slots before every chunk and after the last one, as tiles `[entries, H, D, M]`.
 
-    With LOCAL, start from zero, and store only the final slots and the total log2 decay.
+    With LOCAL, start from zero, and store only the final slots and the total log2 decay. With `slots`, the initial and
+    the final slots are a pool, and a sequence's first `before` tokens are in its ring buffer there.
     """
     i_s, i_nh = tl.program_id(0) // NH, tl.program_id(0) % NH
     i_d = tl.program_id(1)
@@ -81,15 +105,21 @@ def slot_states_kernel(
     BV: tl.constexpr = V // ND
     o_r, o_m = tl.arange(0, BT), tl.arange(0, BM)
 
-    begin, length = tiles.sequence_span(i_n, T, cu_seqlens)
-    begin += i_n.to(tl.int64) * before
-    entering = tl.maximum(length + before - window, 0)
-    entry = tiles.first_entry(i_n, begin, entries, cu_seqlens, BT)
+    at = tiles.Chunks(
+        None, None, cu_seqlens, T, None, H, before, window, None, entries, 0, 0, slots, fresh, length, stride_length
+    )  # fmt: skip
+    begin, tokens = tiles.sequence_span(i_n, T, cu_seqlens)
+    entering = tl.maximum(tokens + before - window, 0)
+    entry = tiles.first_entry(i_n, begin + i_n.to(tl.int64) * before, entries, cu_seqlens, BT)
     chunks = tl.cdiv(entering, BT)
     per_segment = tl.cdiv(chunks, segments)
     first = i_s * per_segment
     last = tl.minimum(first + per_segment, chunks)
+    slot, seen, oldest = tiles.earlier_tokens(i_n, at)
+    begin = tiles.begin_of_keys(begin, i_n, at)
     p_k, p_v = k + (begin * H + i_h) * K, v + (begin * H + i_h) * V
+    head_k = _locate_head(i_nh, H, SLOTS, slots, fresh, stride_initial_k)
+    head_v = _locate_head(i_nh, H, SLOTS, slots, fresh, stride_initial_v)
 
     b_sk = tl.zeros([BK, BM], dtype=tl.float32)
     b_sv = tl.zeros([BV, BM], dtype=tl.float32)
@@ -99,18 +129,24 @@ def slot_states_kernel(
             b_sk += tiles.load_columns(local_k + (i_s * NH + i_nh).to(tl.int64) * K * M + i_d * BK * M, M, BK, BM)
             b_sv += tiles.load_columns(local_v + (i_s * NH + i_nh).to(tl.int64) * V * M + i_d * BV * M, M, BV, BM)
         elif initial_k is not None:
-            b_sk += _load_slots(initial_k, i_nh, i_d * BK, BK, K, BM, SLOTS)
-            b_sv += _load_slots(initial_v, i_nh, i_d * BV, BV, V, BM, SLOTS)
+            b_sk += _load_slots(initial_k, head_k, i_d * BK, BK, K, BM)
+            b_sv += _load_slots(initial_v, head_v, i_d * BV, BV, V, BM)
 
     for i in range(first, last):
         o_t = i * BT + o_r
         m_t = o_t < entering
+        if ring_k is not None:
+            m_t = m_t & (o_t >= oldest)
         tile = (entry + i) * H + i_h
         if not LOCAL:
             tiles.store_columns(states_k + tile * K * M + i_d * BK * M, b_sk, M, BK, BM)
             tiles.store_columns(states_v + tile * V * M + i_d * BV * M, b_sv, M, BV, BM)
-        b_k = _load_columns(p_k, o_t, m_t, H * K, i_d * BK, BK)
-        b_v = _load_columns(p_v, o_t, m_t, H * V, i_d * BV, BV)
+        b_k = tiles.load_tokens(
+            p_k, o_t, m_t, H * K, ring_k, stride_ring_k, i_h * K, slot, seen, before, i_d * BK, BK
+        )  # fmt: skip
+        b_v = tiles.load_tokens(
+            p_v, o_t, m_t, H * V, ring_v, stride_ring_v, i_h * V, slot, seen, before, i_d * BV, BV
+        )  # fmt: skip
         b_w = tiles.load_columns(weight + tile * BT * M, M, BT, BM)
         b_end = tl.load(end + tile * M + o_m, mask=o_m < M, other=0.0)
         b_decay = tl.exp2(b_end)[None, :]
@@ -128,18 +164,18 @@ def slot_states_kernel(
         tile = (entry + chunks) * H + i_h
         tiles.store_columns(states_k + tile * K * M + i_d * BK * M, b_sk, M, BK, BM)
         tiles.store_columns(states_v + tile * V * M + i_d * BV * M, b_sv, M, BV, BM)
-        _store_slots(final_k, b_sk, i_nh, i_d * BK, BK, K, BM, SLOTS)
-        _store_slots(final_v, b_sv, i_nh, i_d * BV, BV, V, BM, SLOTS)
+        _store_slots(final_k, b_sk, head_k, i_d * BK, BK, K, BM)
+        _store_slots(final_v, b_sv, head_v, i_d * BV, BV, V, BM)
 
 
 @cached_launch
 @triton.jit(do_not_specialize=SIZES)
 def slot_carry_kernel(
-    outer, local, local_g, NH, segments, M: tl.constexpr, SLOTS, D: tl.constexpr, BD: tl.constexpr,
-    BACKWARD: tl.constexpr,
+    outer, local, local_g, slots, fresh, stride_outer, NH, H, segments, M: tl.constexpr, SLOTS, D: tl.constexpr,
+    BD: tl.constexpr, BACKWARD: tl.constexpr,
 ):  # fmt: skip
     """Scan the segments: replace each segment's local final slots in `local` `[segments, NH, D, M]` by the slots that
-    enter the segment. `outer` holds the initial slots.
+    enter the segment. `outer` holds the initial slots; with `slots`, it is a pool.
 
     With BACKWARD, scan in reverse and store gradients of the slots after each segment; `outer` holds the gradients of
     the final slots.
@@ -148,7 +184,7 @@ def slot_carry_kernel(
     o_m = tl.arange(0, M)
     b_s = tl.zeros([BD, M], dtype=tl.float32)
     if outer is not None:
-        b_s += _load_slots(outer, i_nh, i_d, BD, D, M, SLOTS)
+        b_s += _load_slots(outer, _locate_head(i_nh, H, SLOTS, slots, fresh, stride_outer), i_d, BD, D, M)
     # prefetching is safe: each iteration reads and overwrites a different tile
     for i in tl.range(segments, num_stages=4):
         if BACKWARD:
@@ -188,6 +224,7 @@ def slot_gradients_kernel(
     first = i_s * per_segment
     last = tl.minimum(first + per_segment, chunks)
     row = begin * HQ + i_h * GROUP
+    head = _locate_head(i_nh, H, SLOTS, None, None, None)
 
     b_sk = tl.zeros([BK, BM], dtype=tl.float32)
     b_sv = tl.zeros([BV, BM], dtype=tl.float32)
@@ -198,9 +235,9 @@ def slot_gradients_kernel(
             b_sv += tiles.load_columns(local_v + (i_s * NH + i_nh).to(tl.int64) * V * M + i_d * BV * M, M, BV, BM)
         else:
             if dfinal_k is not None:
-                b_sk += _load_slots(dfinal_k, i_nh, i_d * BK, BK, K, BM, SLOTS)
+                b_sk += _load_slots(dfinal_k, head, i_d * BK, BK, K, BM)
             if dfinal_v is not None:
-                b_sv += _load_slots(dfinal_v, i_nh, i_d * BV, BV, V, BM, SLOTS)
+                b_sv += _load_slots(dfinal_v, head, i_d * BV, BV, V, BM)
 
     # query chunks before the first entering token read the initial slots, which have not decayed
     stop = first
@@ -243,8 +280,8 @@ def slot_gradients_kernel(
             tl.store(local_g + index * M + o_m, b_total, mask=o_m < M)
     elif dinitial_k is not None:  # noqa: SIM102
         if i_s == 0:
-            _store_slots(dinitial_k, b_sk, i_nh, i_d * BK, BK, K, BM, SLOTS)
-            _store_slots(dinitial_v, b_sv, i_nh, i_d * BV, BV, V, BM, SLOTS)
+            _store_slots(dinitial_k, b_sk, head, i_d * BK, BK, K, BM)
+            _store_slots(dinitial_v, b_sv, head, i_d * BV, BV, V, BM)
 
 
 class Local(NamedTuple):
@@ -255,14 +292,19 @@ class Local(NamedTuple):
     local_g: Tensor | None
 
 
-def slot_states(launch, x: Inputs, y: Layout, gates: Gates, results: Results, saved: Saved) -> None:
-    """Store the slots before every chunk in `saved`, and those after each sequence's last token in `results`."""
+def slot_states(
+    launch, x: Inputs, y: Layout, gates: Gates, results: Results, saved: Saved, pool: Pool | None = None
+) -> None:
+    """Store the slots before every chunk in `saved`, and those after each sequence's last token in `results`.
+
+    With `pool`, the latter are the pool's tensors, which also have the initial slots.
+    """
     config = tuning.scan_config(y.N * y.H, y.entries, y.M, x.q.dtype)
     launch_scan(
-        launch, slot_states_kernel, config, x, y, outer=(x.slots_k, x.slots_v), backward=False,
+        launch, slot_states_kernel, config, x, y, outer=(x.slots_k, x.slots_v), pool=pool,
         k=x.k if x.k_slots is None else x.k_slots, v=x.v, weight=gates.weight, end=saved.end, initial_k=x.slots_k,
         initial_v=x.slots_v, cu_seqlens=x.cu_seqlens, states_k=saved.states_k, states_v=saved.states_v,
-        final_k=results.final_k, final_v=results.final_v,
+        final_k=results.final_k, final_v=results.final_v, **pool_of_scan(x, pool),
         BM=y.BM, BT=y.BT, ND=config.ND, DOT=y.DOT, num_stages=config.num_stages,
     )  # fmt: skip
 
@@ -284,11 +326,12 @@ def slot_gradients(launch, b: Backward, softmax: Softmax) -> SlotGradients:
 
 def launch_scan(
     launch, kernel, config: tuning.ScanConfig, x: Inputs, y: Layout, *, outer: tuple[Tensor | None, Tensor | None],
-    backward: bool, **arguments,
+    pool: Pool | None = None, backward: bool = False, **arguments,
 ) -> None:  # fmt: skip
     """Launch a scan over chunks; if sequences are split, first launch the LOCAL pass and the carry kernel.
 
-    `outer` has the initial slots or, if `backward`, the gradients of the final slots. The kernel also gets `arguments`.
+    `outer` has the initial slots, those of `pool` if it is given, or, if `backward`, the gradients of the final slots.
+    The kernel also gets `arguments`.
     """
     local = _empty_local(config, x, y)
     for is_local in (True, False) if config.segments > 1 else (False,):
@@ -299,7 +342,7 @@ def launch_scan(
             num_warps=config.num_warps,
         )  # fmt: skip
         if is_local:
-            _carry(launch, config, y, outer, local, backward)
+            _carry(launch, config, y, outer, local, pool, backward)
 
 
 def _empty_local(config: tuning.ScanConfig, x: Inputs, y: Layout) -> Local:
@@ -309,13 +352,29 @@ def _empty_local(config: tuning.ScanConfig, x: Inputs, y: Layout) -> Local:
     return Local(*empty(x.q, (((heads, y.K, y.M), wide), ((heads, y.V, y.M), wide), ((heads, y.M), wide))))
 
 
-def _carry(launch, config: tuning.ScanConfig, y: Layout, outer: tuple, local: Local, backward: bool) -> None:
+def pool_of_scan(x: Inputs, pool: Pool | None, *, gates: bool = False) -> dict:
+    """Return the arguments of a forward scan for a pool; all are None without one. `gates`: the scan reads gates."""
+    rings = {"ring_k": "ring_k" if x.k_slots is None else "ring_k_slots", "ring_v": "ring_v"}
+    rings |= {"ring_f": "ring_f"} if gates else {}
+    names = {**rings, "initial_k": "pool_k", "initial_v": "pool_v"}
+    given = of_pool(pool, *names.values())
+    return {
+        **{name: given[of] for name, of in rings.items()},
+        **{f"stride_{name}": given[f"stride_{of}"] for name, of in names.items()},
+        **{name: given[name] for name in ("length", "stride_length", "slots", "fresh")},
+    }
+
+
+def _carry(
+    launch, config: tuning.ScanConfig, y: Layout, outer: tuple, local: Local, pool: Pool | None, backward: bool
+) -> None:
     """Replace the LOCAL results by those of the whole scan: each segment's final slots by the slots that enter it or,
     if `backward`, each segment's gradients of its entering slots by the gradients of its final slots.
     """
     for slots, local_slots, D in ((outer[0], local.local_k, y.K), (outer[1], local.local_v, y.V)):
         launch(
             slot_carry_kernel, (y.N * y.H, D // _CARRY_ROWS),
-            outer=slots, local=local_slots, local_g=local.local_g, NH=y.N * y.H, segments=config.segments,
-            M=y.M, SLOTS=y.SLOTS, D=D, BD=_CARRY_ROWS, BACKWARD=backward, num_warps=4,
+            outer=slots, local=local_slots, local_g=local.local_g, slots=pool and pool.slots,
+            fresh=pool and pool.fresh, stride_outer=None if pool is None else slots.stride(0), NH=y.N * y.H, H=y.H,
+            segments=config.segments, M=y.M, SLOTS=y.SLOTS, D=D, BD=_CARRY_ROWS, BACKWARD=backward, num_warps=4,
         )  # fmt: skip

@@ -14,7 +14,8 @@ from tokenmix_nha.ops.forget_gates.kernels import log_sigmoid
 from tokenmix_nha.ops.slot_window.state import SlotWindowState
 from tokenmix_nha.ops.slot_window.tile import LN_2, enter_weight
 
-# maximum size of a ring buffer, in tokens, to which this kernel attends; above it, core's split-KV decoding attends
+# maximum size of a ring buffer, in tokens, to which this kernel attends; above it, core's split-KV decoding attends,
+# which takes no slots
 _RING_INSIDE = 512
 
 
@@ -22,7 +23,8 @@ _RING_INSIDE = 512
 @triton.jit
 def slot_window_step_kernel(
     q, k, v, f, q_slots, k_slots, slots_k, slots_v, ring_k, ring_v, ring_f, ring_k_slots, length, o, lse,
-    scale, inverse, window, H,
+    slots, stride_slots_k, stride_slots_v, stride_ring_k, stride_ring_v, stride_ring_f, stride_ring_k_slots,
+    stride_length, scale, inverse, window, H,
     M: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BN: tl.constexpr, GROUP: tl.constexpr,
     LOGITS: tl.constexpr, OWN_SLOT_KEYS: tl.constexpr, HAS_RING: tl.constexpr, READ_RING: tl.constexpr,
     PDL: tl.constexpr = False,
@@ -31,7 +33,8 @@ def slot_window_step_kernel(
 
     LOGITS: whether `f` has logits instead of log-gates. HAS_RING: whether there is a ring buffer (the window is not 0);
     READ_RING: whether queries attend to it and to the new token. Each head has a `length` counter of its own, because a
-    shared one would need synchronisation between programs.
+    shared one would need synchronisation between programs. With `slots`, the states are pools, and a row with a
+    negative slot is padding.
     """
     if PDL:
         gdc_launch_dependents()
@@ -40,8 +43,23 @@ def slot_window_step_kernel(
     o_m, o_k, o_v, o_n = tl.arange(0, M), tl.arange(0, K), tl.arange(0, V), tl.arange(0, BN)
     # load the slots, most of the bytes, before `gdc_wait`: no other kernel of a decoding step writes slots, and steps
     # do not overlap (see `launch.pdl`)
-    p_sk = slots_k + i_nh * M * K + o_m[:, None] * K + o_k[None, :]
-    p_sv = slots_v + i_nh * M * V + o_m[:, None] * V + o_v[None, :]
+    i_s = i_n
+    if slots is not None:
+        i_s = tl.load(slots + i_n).to(tl.int64)
+        if i_s < 0:
+            if PDL:
+                gdc_wait()
+            for i_g in range(GROUP):
+                tl.store(o + (i_nh * GROUP + i_g) * V + o_v, tl.zeros([V], o.dtype.element_ty))
+            return
+    ring_k += i_s * stride_ring_k
+    ring_v += i_s * stride_ring_v
+    ring_f += i_s * stride_ring_f
+    if OWN_SLOT_KEYS:
+        ring_k_slots += i_s * stride_ring_k_slots
+    p_length = length + i_s * stride_length + i_h
+    p_sk = slots_k + i_s * stride_slots_k + i_h * M * K + o_m[:, None] * K + o_k[None, :]
+    p_sv = slots_v + i_s * stride_slots_v + i_h * M * V + o_m[:, None] * V + o_v[None, :]
     b_sk, b_sv = tl.load(p_sk), tl.load(p_sv)
     if PDL:
         gdc_wait()
@@ -54,14 +72,14 @@ def slot_window_step_kernel(
         b_f = log_sigmoid(b_f.to(tl.float32)) * inverse
 
     i_ring = 0
-    seen = tl.load(length + i_nh)
+    seen = tl.load(p_length)
     b_in_k, b_in_v, b_in_f = b_ks, b_v, b_f
     if HAS_RING:
         # the oldest token enters the slots, and the new token takes its entry in the ring buffer
         i_ring = seen % window
-        ring = (i_n * window + i_ring) * H + i_h
-        slots = tl.where(seen >= window, M, 0)
-        b_in_f = tl.load(ring_f + ring * M + o_m, mask=o_m < slots, other=0.0)
+        ring = i_ring.to(tl.int64) * H + i_h
+        leaving = tl.where(seen >= window, M, 0)
+        b_in_f = tl.load(ring_f + ring * M + o_m, mask=o_m < leaving, other=0.0)
         b_in_v = tl.load(ring_v + ring * V + o_v)
         if OWN_SLOT_KEYS:
             b_in_k = tl.load(ring_k_slots + ring * K + o_k)
@@ -104,7 +122,7 @@ def slot_window_step_kernel(
             for first in range(0, tl.minimum(window, seen), BN):
                 o_i = first + o_n
                 m_i = (o_i < window) & (o_i < seen) & (o_i != i_ring)
-                o_r = ((i_n * window + o_i) * H + i_h)[:, None]
+                o_r = (o_i.to(tl.int64) * H + i_h)[:, None]
                 b_s = tl.sum(tl.load(ring_k + o_r * K + o_k[None, :], mask=m_i[:, None], other=0.0) * b_q[None, :], 1)
                 b_s = tl.where(m_i, b_s, float("-inf"))
                 b_top = tl.maximum(b_max, tl.max(b_s, 0))
@@ -118,7 +136,7 @@ def slot_window_step_kernel(
         tl.store(lse + i_q, (b_max + tl.log2(b_l)) * LN_2)
     # no thread loads `length` after this store: with a ring buffer, the barrier above guarantees this; without one,
     # only the storing thread loads `length`
-    tl.store(length + i_nh, seen + 1)
+    tl.store(p_length, seen + 1)
 
 
 @torch.library.custom_op(
@@ -128,19 +146,21 @@ def slot_window_step_kernel(
 def _step_op(
     q: Tensor, k: Tensor, v: Tensor, f: Tensor, q_slots: Tensor | None, k_slots: Tensor | None, slots_k: Tensor,
     slots_v: Tensor, ring_k: Tensor, ring_v: Tensor, ring_f: Tensor, ring_k_slots: Tensor | None, length: Tensor,
-    scale: float, normalizer: float | None, read_ring: bool,
+    slots: Tensor | None, scale: float, normalizer: float | None, read_ring: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Update the state; return o `[B, HQ, V]` and lse `[B, HQ]` over the slots and, if `read_ring`, the ring buffer."""
     o, lse = _step_outputs(q, k, v)
-    batch, window, heads, _ = ring_k.shape
+    window, heads = ring_k.shape[1:3]
     M = slots_k.shape[2]
+    states = {"slots_k": slots_k, "slots_v": slots_v, "ring_k": ring_k, "ring_v": ring_v, "ring_f": ring_f}
+    states |= {"ring_k_slots": ring_k_slots, "length": length}
+    strides = {f"stride_{name}": None if x is None else x.stride(0) for name, x in states.items()}
     # Triton launches on the current device, which may not be the device of the tensors
     with torch.cuda.device_of(q):
-        slot_window_step_kernel[(batch * heads,)](
-            q=q, k=k, v=v, f=f, q_slots=q_slots, k_slots=k_slots, slots_k=slots_k, slots_v=slots_v, ring_k=ring_k,
-            ring_v=ring_v, ring_f=ring_f, ring_k_slots=ring_k_slots, length=length, o=o, lse=lse, scale=scale,
-            inverse=1 / (normalizer or 1.0), window=window, H=heads, M=M, K=k.shape[2], V=v.shape[2], BN=32,
-            GROUP=q.shape[1] // heads, LOGITS=normalizer is not None, OWN_SLOT_KEYS=k_slots is not None,
+        slot_window_step_kernel[(len(q) * heads,)](
+            q=q, k=k, v=v, f=f, q_slots=q_slots, k_slots=k_slots, **states, **strides, o=o, lse=lse, slots=slots,
+            scale=scale, inverse=1 / (normalizer or 1.0), window=window, H=heads, M=M, K=k.shape[2], V=v.shape[2],
+            BN=32, GROUP=q.shape[1] // heads, LOGITS=normalizer is not None, OWN_SLOT_KEYS=k_slots is not None,
             HAS_RING=window > 0, READ_RING=read_ring, num_warps=8 if M == 128 else 4,
         )  # fmt: skip
     return o, lse
@@ -151,16 +171,19 @@ def _step_outputs(q, k, v, *_):
     return q.new_empty(*q.shape[:2], v.shape[2]), q.new_empty(q.shape[:2], dtype=torch.float32)
 
 
-def step_triton(q, k, v, f, q_slots, k_slots, state: SlotWindowState, scale: float, normalizer: float | None) -> Tensor:
-    """Update `state` by one token and return o `[B, HQ, V]`."""
+def step_triton(
+    q, k, v, f, q_slots, k_slots, state: SlotWindowState, scale: float, normalizer: float | None, slots: Tensor | None
+) -> Tensor:
+    """Update `state`, or its `slots`, by one token and return o `[B, HQ, V]`."""
+    inside = slots is not None or state.window <= _RING_INSIDE
     token = dict(q=q, k=k, v=v, f=f, q_slots=q_slots, k_slots=k_slots)
     o, lse = _step_op(
         **{name: None if x is None else x.contiguous() for name, x in token.items()},
         slots_k=state.slots_k, slots_v=state.slots_v, ring_k=state.k, ring_v=state.v, ring_f=state.f,
-        ring_k_slots=state.k_slots, length=state.length, scale=scale, normalizer=normalizer,
-        read_ring=0 < state.window <= _RING_INSIDE,
+        ring_k_slots=state.k_slots, length=state.length, slots=None if slots is None else slots.contiguous(),
+        scale=scale, normalizer=normalizer, read_ring=state.window > 0 and inside,
     )  # fmt: skip
-    if state.window > _RING_INSIDE:
+    if not inside:
         # decoding attention can read the ring buffer as a KV cache: the newest token sees all of its keys, in any order
         keys = state.length[:, 0].clamp(max=state.window)
         ring = attention_decode(q.unsqueeze(1), state.k, state.v, keys, scale=scale)

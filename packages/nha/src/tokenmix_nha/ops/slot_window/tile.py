@@ -13,7 +13,7 @@ from collections import namedtuple
 import triton
 import triton.language as tl
 
-from tokenmix_core.kernels import LOG2_E
+from tokenmix_core.kernels import LOG2_E, locate_slot
 
 # arguments without specialisation: they depend on the sequence length, so each new length would compile again
 SIZES = ["N", "NH", "chunks", "entries", "extra", "lead", "segments"]
@@ -21,8 +21,13 @@ LN_2 = tl.constexpr(0.6931471805599453)
 # log2 of the bound on the factors of a block, which lie within 2^±80
 LARGEST_FACTOR = tl.constexpr(80.0)
 
-# sizes of a call as in `Layout`, and pointers: `splits` has the halvings of each chunk, `start` the first valid keys
-Chunks = namedtuple("Chunks", "splits start cu_seqlens T N H before window chunks entries extra lead", defaults=(0, 0))
+# sizes of a call as in `Layout`, and pointers: `splits` has the halvings of each chunk, `start` the first valid keys;
+# in a prefill in slots also fields of `Pool`, and the distance between slots of `length`
+Chunks = namedtuple(
+    "Chunks",
+    "splits start cu_seqlens T N H before window chunks entries extra lead slots fresh length stride_length",
+    defaults=(0, 0, None, None, None, None),
+)
 # compile-time sizes and options of a kernel; assigning one to a variable would turn it into a tensor, so never do
 Constants = namedtuple(
     "Constants", "M SLOTS BM K V BT GROUP HEADS STRONG FACTOR DOT BN OWN_SLOT_KEYS SHORT", defaults=(None, False, False)
@@ -31,8 +36,9 @@ Constants = namedtuple(
 # the sequence's queries; count: number of halvings of the chunk, −1 if it does not exist; entry: index of its state;
 # begin_k, begin_q: offsets of the sequence's first key and query
 KeyChunk = namedtuple("KeyChunk", "first keys oldest length count entry begin_k begin_q")
-# a chunk of queries, at which the tokens of key chunk i_t enter the slots (none if i_t < 0); else as `KeyChunk`
-QueryChunk = namedtuple("QueryChunk", "i_t keys oldest length count entry begin_q begin_k")
+# a chunk of queries, at which the tokens of key chunk i_t enter the slots (none if i_t < 0); else as `KeyChunk`. slot,
+# seen: the sequence's slot in the pool, and its number of earlier tokens; i_h: the key head
+QueryChunk = namedtuple("QueryChunk", "i_t keys oldest length count entry begin_q begin_k slot seen i_h")
 
 
 @triton.jit
@@ -100,6 +106,60 @@ def first_entry(i_n, begin_k, entries, cu_seqlens, BT: tl.constexpr):
 
 
 @triton.jit
+def earlier_tokens(i_n, at):
+    """Return `(slot, seen, oldest)` of sequence `i_n`: its slot in the pool, its number of earlier tokens, and the
+    index of its first valid key. Without a pool, the first two are 0."""
+    slot, seen, oldest = 0, 0, 0
+    if at.slots is not None:
+        slot, held = locate_slot(i_n, at.slots, at.fresh)
+        seen = tl.where(held, tl.load(at.length + tl.maximum(slot, 0) * at.stride_length), 0)
+        oldest = tl.maximum(at.before - seen, 0)
+    elif at.start is not None:
+        oldest = tl.load(at.start + i_n)
+    return slot, seen, oldest
+
+
+@triton.jit
+def begin_of_keys(begin, i_n, at):
+    """Return the index of the first key of sequence `i_n`, whose first query is `begin`.
+
+    The carried window's keys lie before the sequence's own ones, or in a pool: the result then is the index that the
+    first of these would have.
+    """
+    if at.slots is not None:
+        begin = begin - at.before
+    else:
+        begin = begin + i_n.to(tl.int64) * at.before
+    return begin
+
+
+@triton.jit
+def ring_rows(p, o_t, stride, p_ring, seen, before):
+    """Return pointers to rows `o_t` of a sequence's keys, values or gates, of which the first `before` rows are in a
+    ring buffer: token j, of the `seen` earlier ones, has row j mod `before` there."""
+    in_ring = p_ring + ((seen + o_t) % before).to(tl.int64) * stride
+    return tl.where(o_t < before, in_ring, p + o_t.to(tl.int64) * stride)
+
+
+@triton.jit
+def load_tokens(
+    p, o_t, m_t, stride, ring, stride_ring, o_ring, slot, seen, before, first, BD: tl.constexpr
+):  # fmt: skip
+    """Load columns `first … first + BD − 1` of rows `o_t` of a sequence's keys or values; other rows than `m_t` are 0.
+
+    With `ring`, a pool's ring buffers, the first `before` rows are in that of the sequence's slot, from element
+    `o_ring` on.
+    """
+    o_d = first + tl.arange(0, BD)
+    if ring is None:
+        p_x = p + o_t.to(tl.int64)[:, None] * stride + o_d[None, :]
+    else:
+        p_ring = ring + (slot * stride_ring + o_ring)
+        p_x = ring_rows(p, o_t, stride, p_ring, seen, before)[:, None] + o_d[None, :]
+    return tl.load(p_x, mask=m_t[:, None], other=0.0)
+
+
+@triton.jit
 def load_rows(p, o_t, m_t, stride, D: tl.constexpr):
     """Load rows `o_t` of a matrix with D columns; rows outside the mask `m_t` are 0."""
     return tl.load(p + o_t.to(tl.int64)[:, None] * stride + tl.arange(0, D)[None, :], mask=m_t[:, None], other=0.0)
@@ -113,16 +173,26 @@ def store_rows(p, b_x, o_t, m_t, stride, D: tl.constexpr):
 
 
 @triton.jit
-def load_pairs(t, chunk, o_q, m_q, o_j, m_j, H, c):
+def load_keys(p, ring, stride_ring, o_t, m_t, chunk, at, D: tl.constexpr):
+    """Load rows `o_t` of the keys or values of a query chunk's sequence; other rows than `m_t` are 0."""
+    p += chunk.begin_k * D
+    o_ring = chunk.i_h * D
+    return load_tokens(
+        p, o_t, m_t, at.H * D, ring, stride_ring, o_ring, chunk.slot, chunk.seen, at.before, 0, D
+    )  # fmt: skip
+
+
+@triton.jit
+def load_pairs(t, chunk, o_q, m_q, o_j, m_j, at, c):
     """Return tiles of a chunk: its queries for the window and for the slots, and the keys that enter the slots."""
-    HQ = H * c.GROUP
+    HQ = at.H * c.GROUP
     b_q = load_rows(t.q + chunk.begin_q * c.K, o_q, m_q, HQ * c.K, c.K)
     if c.OWN_SLOT_KEYS:
         b_qs = load_rows(t.q_slots + chunk.begin_q * c.K, o_q, m_q, HQ * c.K, c.K)
-        b_ks = load_rows(t.k_slots + chunk.begin_k * c.K, o_j, m_j, H * c.K, c.K)
+        b_ks = load_keys(t.k_slots, t.ring_k_slots, t.stride_ring_k_slots, o_j, m_j, chunk, at, c.K)
     else:
         b_qs = b_q
-        b_ks = load_rows(t.k + chunk.begin_k * c.K, o_j, m_j, H * c.K, c.K)
+        b_ks = load_keys(t.k, t.ring_k, t.stride_ring_k, o_j, m_j, chunk, at, c.K)
     return b_q, b_qs, b_ks
 
 
@@ -133,6 +203,22 @@ def load_gates(p_f, o_t, m_t, stride, slots, M: tl.constexpr):
     o_m = tl.arange(0, M)
     p_f = p_f + o_t.to(tl.int64)[:, None] * stride + o_m[None, :]
     return tl.load(p_f, mask=m_t[:, None] & (o_m < slots)[None, :], other=0.0).to(tl.float32)
+
+
+@triton.jit
+def load_ring_gates(
+    p_f, o_t, m_t, stride, slots, ring, stride_ring, o_ring, slot, seen, before, M: tl.constexpr
+):  # fmt: skip
+    """Load log-gates as `load_gates` does; with `ring`, the first `before` rows are in a ring buffer, as in
+    `load_tokens`."""
+    if ring is None:
+        b_f = load_gates(p_f, o_t, m_t, stride, slots, M)
+    else:
+        o_m = tl.arange(0, M)
+        p_ring = ring + (slot * stride_ring + o_ring)
+        p_f = ring_rows(p_f, o_t, stride, p_ring, seen, before)[:, None] + o_m[None, :]
+        b_f = tl.load(p_f, mask=m_t[:, None] & (o_m < slots)[None, :], other=0.0).to(tl.float32)
+    return b_f
 
 
 @triton.jit

@@ -47,6 +47,59 @@ class Inputs(NamedTuple):
         return Inputs(*map(aligned, self[:8]), *self[8:])
 
 
+class Pool(NamedTuple):
+    """The pool of states that a prefill reads and overwrites: the fields of `SlotWindowState`, each `[S, ...]`.
+
+    The elements of a slot are contiguous; slots may be any distance apart.
+
+    Attributes:
+        pool_k, pool_v: the slots of the layer, `[S, H, M, K or V]`.
+        ring_k, ring_v, ring_f, ring_k_slots: ring buffers, `[S, W, H, K, V or M]`.
+        length: int32 `[S, H]`.
+        slots: the slot of each sequence in the pool, `[N]`; negative for a sequence without one.
+        fresh: bool `[N]`, True for a sequence that starts from an empty state; None if none does.
+    """
+
+    pool_k: Tensor
+    pool_v: Tensor
+    ring_k: Tensor
+    ring_v: Tensor
+    ring_f: Tensor
+    ring_k_slots: Tensor | None
+    length: Tensor
+    slots: Tensor
+    fresh: Tensor | None
+
+
+class PrefillInputs(NamedTuple):
+    """Arguments of `slot_window_attention_prefill`; slots of the pool are overwritten."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    f: Tensor
+    q_slots: Tensor | None
+    k_slots: Tensor | None
+    cu_seqlens: Tensor | None
+    pool: Pool
+    scale: float
+    impl: str | None
+
+
+def of_pool(pool: Pool | None, *names: str) -> dict:
+    """Return the arguments of a kernel for a pool's tensors `names`, its lengths and slots; all are None without pool.
+
+    An empty ring buffer, that of a window of 0, is None.
+    """
+    names = *names, "length"
+    if pool is None:
+        return dict.fromkeys((*names, *(f"stride_{name}" for name in names), "slots", "fresh"))
+    tensors = {name: getattr(pool, name) for name in names}
+    tensors = {name: None if x is None or not x[0].numel() else x for name, x in tensors.items()}
+    strides = {f"stride_{name}": None if x is None else x.stride(0) for name, x in tensors.items()}
+    return {**tensors, **strides, "slots": pool.slots, "fresh": pool.fresh}
+
+
 class Layout(NamedTuple):
     """Sizes of a call and of its chunks.
 
@@ -209,10 +262,12 @@ class Backward(NamedTuple):
     grads: Gradients
 
 
-def layout(x: Inputs) -> Layout:
-    """Return the sizes of a call and of its chunks."""
+def layout(x: Inputs, *, carried: bool = False) -> Layout:
+    """Return the sizes of a call and of its chunks; `carried`: the keys in `x` do not include the carried windows."""
     batch, T, heads_q, K = x.q.shape
     keys, H, SLOTS = x.f.shape[1:]
+    if carried:
+        keys += x.before * (1 if x.cu_seqlens is None else x.cu_seqlens.shape[0] - 1)
     GROUP, packed = heads_q // H, x.cu_seqlens is not None
     BT = tuning.chunk_size(x.q.dtype)
     lead = max(cdiv(x.window - x.before, BT), 0)

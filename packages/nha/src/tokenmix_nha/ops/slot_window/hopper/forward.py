@@ -15,7 +15,7 @@ from tokenmix_core.kernels import cached_launch
 from tokenmix_core.kernels.gluon import LOG2_E, barrier, mma_layout, reinterpret, wait_async_copies
 from tokenmix_nha.ops.slot_window.hopper import gates
 from tokenmix_nha.ops.slot_window.tile import Chunks
-from tokenmix_nha.ops.slot_window.types import Inputs, Layout, Results, Saved
+from tokenmix_nha.ops.slot_window.types import Inputs, Layout, Pool, Results, Saved, of_pool
 
 
 @gluon.jit
@@ -36,34 +36,40 @@ def _logits(b_s, shift, first, oldest, keys, window, scale):
 @gluon.jit(do_not_specialize=["N", "chunks", "entries", "extra", "lead"])
 def hopper_window_forward_kernel(
     q, k, v, f, q_slots, k_slots, splits, states_k, states_v, start, cu_seqlens, o, lse,
-    scale, T, N, H, before, window, chunks, entries, extra, lead,
+    scale, ring_k, ring_v, ring_f, ring_k_slots, length, stride_ring_k, stride_ring_v, stride_ring_f,
+    stride_ring_k_slots, stride_length, slots, fresh, T, N, H, before, window, chunks, entries, extra, lead,
     M: gl.constexpr, SLOTS, K: gl.constexpr, V: gl.constexpr, GROUP: gl.constexpr, OWN_SLOT_KEYS: gl.constexpr,
 ):  # fmt: skip
-    """Store o `[BT, V]` and the base-2 log-sum-exp of a query chunk."""
+    """Store o `[BT, V]` and the base-2 log-sum-exp of a query chunk.
+
+    With `slots`, the first `before` keys of a sequence are in a ring buffer of its slot.
+    """
     BT: gl.constexpr = 64
     BN: gl.constexpr = 32
     dtype: gl.constexpr = q.dtype.element_ty
     square: gl.constexpr = mma_layout(BT, 4)
-    slots: gl.constexpr = mma_layout(M, 4)
+    by_slot: gl.constexpr = mma_layout(M, 4)
     narrow: gl.constexpr = mma_layout(BN, 4)
     wide: gl.constexpr = mma_layout(V, 4)
     row: gl.constexpr = gl.SliceLayout(1, square)
-    at = Chunks(splits, start, cu_seqlens, T, N, H, before, window, chunks, entries)
-    i_n, i_t, begin, length = gates.locate_chunk(gl.program_id(0), at, extra)
+    at = Chunks(
+        splits, start, cu_seqlens, T, N, H, before, window, chunks, entries, 0, 0, slots, fresh, length, stride_length
+    )  # fmt: skip
+    i_n, i_t, begin, tokens = gates.locate_chunk(gl.program_id(0), at, extra)
     i_h, HQ = gl.program_id(1) // GROUP, H * GROUP
     i_t -= lead
     first = i_t * BT
-    begin_k = begin + i_n.to(gl.int64) * before
-    keys = length + before
+    keys = tokens + before
     o_q = first + window - before
-    if o_q >= length:
+    if o_q >= tokens:
         return
-    entry = (gates.first_entry(i_n, begin_k, entries, cu_seqlens) + gl.maximum(i_t, 0)) * H + i_h
+    entry = gates.first_entry(i_n, begin + i_n.to(gl.int64) * before, entries, cu_seqlens)
+    entry = (entry + gl.maximum(i_t, 0)) * H + i_h
     count = gl.load(splits + entry, mask=i_t >= 0, other=0)
-    oldest = 0
-    if start is not None:
-        oldest = gl.load(start + i_n)
-    begin_k, begin_q = begin_k * H + i_h, begin * HQ + gl.program_id(1)
+    slot, seen, oldest = gates.earlier_tokens(i_n, at)
+    begin_k, begin_q = gates.begin_of_keys(begin, i_n, at) * H + i_h, begin * HQ + gl.program_id(1)
+    r_k = gates.Ring(ring_k, stride_ring_k, i_h * K, slot, seen, before)
+    r_v = gates.Ring(ring_v, stride_ring_v, i_h * V, slot, seen, before)
     p_k, p_v = k + begin_k * K, v + begin_k * V
 
     # values are copied over keys in shared memory as soon as the WGMMAs have read the keys
@@ -83,20 +89,22 @@ def hopper_window_forward_kernel(
         s_ks = gl.allocate_shared_memory(dtype, [BT, K], shared)
     s_col = gl.allocate_shared_memory(dtype, [BT, M], swizzled)
     s_low = gl.allocate_shared_memory(dtype, [BT, M], swizzled)
-    o_r = gl.arange(0, BT, gl.SliceLayout(1, slots))
-    o_m = gl.arange(0, M, gl.SliceLayout(0, slots))
-    m_e = (first + o_r >= 0) & (first + o_r < keys - window)
-    b_f = gates.load_gates(f, begin_k, first + o_r, m_e, H, SLOTS, M)
-    gates.async_copy_tokens(s_q, q + begin_q * K, o_q, 0, length, HQ * K)
-    gates.async_copy_tokens(s_k, p_k, first, oldest, keys, H * K)
+    o_r = gl.arange(0, BT, gl.SliceLayout(1, by_slot))
+    o_m = gl.arange(0, M, gl.SliceLayout(0, by_slot))
+    m_e = (first + o_r >= oldest) & (first + o_r < keys - window)
+    r_f = gates.Ring(ring_f, stride_ring_f, i_h * SLOTS, slot, seen, before)
+    b_f = gates.load_ring_gates(f, begin_k, first + o_r, m_e, H, SLOTS, M, r_f)
+    gates.async_copy_tokens(s_q, q + begin_q * K, o_q, 0, tokens, HQ * K)
+    gates.async_copy_keys(s_k, p_k, first, oldest, keys, H * K, r_k)
     if OWN_SLOT_KEYS:
-        gates.async_copy_tokens(s_qs, q_slots + begin_q * K, o_q, 0, length, HQ * K)
-        gates.async_copy_tokens(s_ks, k_slots + begin_k * K, first, oldest, keys, H * K)
+        gates.async_copy_tokens(s_qs, q_slots + begin_q * K, o_q, 0, tokens, HQ * K)
+        r_ks = gates.Ring(ring_k_slots, stride_ring_k_slots, i_h * K, slot, seen, before)
+        gates.async_copy_keys(s_ks, k_slots + begin_k * K, first, oldest, keys, H * K, r_ks)
     async_copy.commit_group()
     gates.async_copy_tokens(s_sk, states_k + entry * K * M, first * 0, 0, K, M)
     # copy the first tile of window keys, those after the chunk's own keys
     last = gl.minimum(first + BT + window, keys)
-    gates.async_copy_tokens(s_kn, p_k, first + BT, oldest, last, H * K)
+    gates.async_copy_keys(s_kn, p_k, first + BT, oldest, last, H * K, r_k)
     async_copy.commit_group()
     if count > 0:
         async_copy.wait_group(0)
@@ -119,8 +127,8 @@ def hopper_window_forward_kernel(
         b_u = b_a
     barrier()
     gates.async_copy_tokens(s_sv, states_v + entry * V * M, first * 0, 0, V, M)
-    gates.async_copy_tokens(s_v, p_v, first, oldest, keys, H * V)
-    gates.async_copy_tokens(s_vn, p_v, first + BT, oldest, last, H * V)
+    gates.async_copy_keys(s_v, p_v, first, oldest, keys, H * V, r_v)
+    gates.async_copy_keys(s_vn, p_v, first + BT, oldest, last, H * V, r_v)
     async_copy.commit_group()
     # the chunk's queries lie `window` tokens after its keys: query i sees keys j ≤ i in the slots, j > i in its window
     o_i, o_j = gl.arange(0, BT, row)[:, None], gl.arange(0, BT, gl.SliceLayout(0, square))[None, :]
@@ -134,7 +142,7 @@ def hopper_window_forward_kernel(
     b_s = _logits(b_s, BT, first, oldest, keys, window, scale)
     b_max = gl.maximum(gl.convert_layout(gl.max(b_z, 1), row), gl.max(b_w, 1))
     b_max = gl.maximum(b_max, gl.convert_layout(gl.max(b_s, 1), row))
-    b_p = gl.exp2(b_z - gl.convert_layout(b_max, gl.SliceLayout(1, slots))[:, None])
+    b_p = gl.exp2(b_z - gl.convert_layout(b_max, gl.SliceLayout(1, by_slot))[:, None])
     b_w = gl.exp2(b_w - b_max[:, None])
     b_s = gl.exp2(b_s - gl.convert_layout(b_max, gl.SliceLayout(1, narrow))[:, None])
     b_l = gl.convert_layout(gl.sum(b_p, 1), row) + gl.sum(b_w, 1) + gl.convert_layout(gl.sum(b_s, 1), row)
@@ -152,12 +160,12 @@ def hopper_window_forward_kernel(
     # compute the remaining window tiles, if the window is longer than one tile
     for shift in range(BT + BN, last - first, BN):
         barrier()
-        gates.async_copy_tokens(s_kn, p_k, first + shift, oldest, last, H * K)
+        gates.async_copy_keys(s_kn, p_k, first + shift, oldest, last, H * K, r_k)
         async_copy.commit_group()
         wait_async_copies(0)
         b_s = warpgroup_mma_wait(0, deps=[gates.mma(s_q, s_kn.permute((1, 0)), BN)])
         barrier()
-        gates.async_copy_tokens(s_vn, p_v, first + shift, oldest, last, H * V)
+        gates.async_copy_keys(s_vn, p_v, first + shift, oldest, last, H * V, r_v)
         async_copy.commit_group()
         b_s = _logits(b_s, shift, first, oldest, keys, window, scale)
         b_new = gl.maximum(b_max, gl.convert_layout(gl.max(b_s, 1), row))
@@ -172,18 +180,24 @@ def hopper_window_forward_kernel(
         b_max = b_new
 
     o_t = o_q + gl.arange(0, BT, row)
-    gl.store(lse + begin_q + o_t.to(gl.int64) * HQ, b_max + gl.log2(b_l), mask=(o_t >= 0) & (o_t < length))
+    gl.store(lse + begin_q + o_t.to(gl.int64) * HQ, b_max + gl.log2(b_l), mask=(o_t >= 0) & (o_t < tokens))
     barrier()
     s_v.store((b_o * gl.convert_layout(1.0 / b_l, gl.SliceLayout(1, wide))[:, None]).to(dtype))
     barrier()
-    gates.store(s_v, o + begin_q * V, o_q, 0, length, HQ * V)
+    gates.store(s_v, o + begin_q * V, o_q, 0, tokens, HQ * V)
 
 
-def hopper_window_outputs(launch, x: Inputs, y: Layout, results: Results, saved: Saved) -> None:
-    """Fill o and the log-sum-exp for the weak chunks, in which no slot decays by more than 80 bits."""
+def hopper_window_outputs(
+    launch, x: Inputs, y: Layout, results: Results, saved: Saved, pool: Pool | None = None
+) -> None:
+    """Fill o and the log-sum-exp for the weak chunks, in which no slot decays by more than 80 bits.
+
+    With `pool`, the carried windows are in its ring buffers.
+    """
     launch(
         hopper_window_forward_kernel, (y.query_chunks * y.rows, y.H * y.GROUP),
         q=x.q, k=x.k, v=x.v, f=x.f, q_slots=x.q_slots, k_slots=x.k_slots, splits=saved.splits, states_k=saved.states_k,
         states_v=saved.states_v, start=x.start, cu_seqlens=x.cu_seqlens, o=results.o, lse=saved.lse, scale=x.scale,
-        **y.of_queries, **y.tile, GROUP=y.GROUP, OWN_SLOT_KEYS=x.k_slots is not None, num_warps=4,
+        **of_pool(pool, "ring_k", "ring_v", "ring_f", "ring_k_slots"), **y.of_queries, **y.tile, GROUP=y.GROUP,
+        OWN_SLOT_KEYS=x.k_slots is not None, num_warps=4,
     )  # fmt: skip

@@ -1,11 +1,17 @@
 """Gluon device functions: chunk indices, gates of a weak chunk, async copies, and WGMMAs of one warpgroup."""
 
+from collections import namedtuple
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
 from tokenmix_core.kernels.gluon import LOG2_E, async_load, barrier, mma_layout, opaque, opaque_tile, row_layout
 from tokenmix_nha.ops.slot_window.tile import KeyChunk
+
+# a head's ring buffer in a slot of a pool: the pool's tensor or None, the distance between slots, the head's first
+# element in a slot, the slot, the number of the sequence's earlier tokens, and the size of the ring buffer in tokens
+Ring = namedtuple("Ring", "tensor stride offset slot seen before")
 
 
 @gluon.jit
@@ -50,6 +56,58 @@ def rounded(b_x, dtype: gl.constexpr):
     """
     b_x = b_x.to(dtype)
     return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [b_x], dtype=b_x.dtype, is_pure=False, pack=2)
+
+
+@gluon.jit
+def earlier_tokens(i_n, at):
+    """Return `(slot, seen, oldest)` of sequence `i_n`, like `tile.earlier_tokens`."""
+    slot, seen, oldest = 0, 0, 0
+    if at.slots is not None:
+        slot = gl.load(at.slots + i_n).to(gl.int64)
+        seen = gl.load(at.length + gl.maximum(slot, 0) * at.stride_length)
+        seen = gl.where(slot < 0, 0, seen)
+        if at.fresh is not None:
+            seen = gl.where(gl.load(at.fresh + i_n) != 0, 0, seen)
+        oldest = gl.maximum(at.before - seen, 0)
+    elif at.start is not None:
+        oldest = gl.load(at.start + i_n)
+    return slot, seen, oldest
+
+
+@gluon.jit
+def begin_of_keys(begin, i_n, at):
+    """Return the index of the first key of sequence `i_n`, like `tile.begin_of_keys`."""
+    if at.slots is not None:
+        begin = begin - at.before
+    else:
+        begin = begin + i_n.to(gl.int64) * at.before
+    return begin
+
+
+@gluon.jit
+def row_pointers(p_x, o_t, stride, ring):
+    """Return pointers to rows `o_t` of a sequence's keys, values or gates; the tensor of `ring` may be None."""
+    p_rows = p_x + o_t.to(gl.int64) * stride
+    if ring.tensor is not None:
+        o_ring = ((ring.seen + o_t) % ring.before).to(gl.int64) * stride
+        p_rows = gl.where(o_t < ring.before, ring.tensor + (ring.slot * ring.stride + ring.offset + o_ring), p_rows)
+    return p_rows
+
+
+@gluon.jit
+def async_copy_keys(s_x, p_x, first, low, high, stride, ring):
+    """Start an async copy of rows of a sequence's keys or values to smem, as `async_copy_tokens` does.
+
+    The rows before `ring.before` are in a ring buffer, if there is one.
+    """
+    if ring.tensor is None:
+        async_copy_tokens(s_x, p_x, first, low, high, stride)
+    else:
+        layout: gl.constexpr = row_layout(s_x.shape[1], 4)
+        o_t = first + gl.arange(0, s_x.shape[0], gl.SliceLayout(1, layout))
+        o_d = gl.arange(0, s_x.shape[1], gl.SliceLayout(0, layout))
+        p_x = row_pointers(p_x, o_t, stride, ring)[:, None] + o_d[None, :]
+        async_load(s_x, p_x, mask=((o_t >= low) & (o_t < high))[:, None])
 
 
 @gluon.jit
@@ -140,6 +198,18 @@ def load_gates(f, begin_k, o_t, m_t, H, SLOTS, M: gl.constexpr):
     o_m = gl.arange(0, M, gl.SliceLayout(0, mma_layout(M, 4)))
     p_f = f + ((begin_k + o_t.to(gl.int64) * H) * SLOTS)[:, None] + o_m[None, :]
     return gl.load(p_f, mask=m_t[:, None] & (o_m < SLOTS)[None, :], other=0.0).to(gl.float32)
+
+
+@gluon.jit
+def load_ring_gates(f, begin_k, o_t, m_t, H, SLOTS, M: gl.constexpr, ring):
+    """Load log-gates as `load_gates` does; the rows before `ring.before` are in a ring buffer, if there is one."""
+    if ring.tensor is None:
+        b_f = load_gates(f, begin_k, o_t, m_t, H, SLOTS, M)
+    else:
+        o_m = gl.arange(0, M, gl.SliceLayout(0, mma_layout(M, 4)))
+        p_f = row_pointers(f + begin_k * SLOTS, o_t, H * SLOTS, ring)[:, None] + o_m[None, :]
+        b_f = gl.load(p_f, mask=m_t[:, None] & (o_m < SLOTS)[None, :], other=0.0).to(gl.float32)
+    return b_f
 
 
 @gluon.jit

@@ -23,13 +23,22 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from tokenmix_core.kernels import cached_launch
 from tokenmix_core.kernels.gluon import LOG2_E, async_load, barrier, row_layout, wait_async_copies
 from tokenmix_nha.ops.slot_window import tuning
-from tokenmix_nha.ops.slot_window.hopper.gates import enter_weight, first_entry
-from tokenmix_nha.ops.slot_window.states import launch_scan
-from tokenmix_nha.ops.slot_window.types import Inputs, Layout, Results, Saved
+from tokenmix_nha.ops.slot_window.hopper.gates import (
+    Ring,
+    begin_of_keys,
+    earlier_tokens,
+    enter_weight,
+    first_entry,
+    row_pointers,
+)
+from tokenmix_nha.ops.slot_window.states import launch_scan, pool_of_scan
+from tokenmix_nha.ops.slot_window.tile import Chunks
+from tokenmix_nha.ops.slot_window.types import Inputs, Layout, Pool, Results, Saved
 
 _LARGEST_FACTOR = gl.constexpr(80.0)
 _WARPS = gl.constexpr(8)
-# buffers in smem (with pipeline stages) for keys, values and gates, or pointers to these of one head of a sequence
+# buffers in smem (with pipeline stages) for keys, values and gates, or pointers to these of one head of a sequence, or
+# their ring buffers
 _Tokens = namedtuple("_Tokens", "k v f")
 
 
@@ -59,35 +68,48 @@ def _store_hi_lo(b_f, s_high, s_low):
 
 
 @gluon.jit
-def _async_copy_rows(s_x, p_x, first, rows, stride):
-    """Start an async copy of rows of a matrix to smem, from row `first` on; rows from `rows` on become 0."""
-    layout: gl.constexpr = row_layout(s_x.shape[1], _WARPS)
-    o_t = first + gl.arange(0, s_x.shape[0], gl.SliceLayout(1, layout))
-    o_d = gl.arange(0, s_x.shape[1], gl.SliceLayout(0, layout))
-    async_load(s_x, (p_x + o_t.to(gl.int64) * stride)[:, None] + o_d[None, :], mask=(o_t < rows)[:, None])
+def _within(o_t, oldest, rows, ring):
+    """Return the mask of tokens before `rows`, and from `oldest` on if there is a ring buffer."""
+    m_t = o_t < rows
+    if ring.tensor is not None:
+        m_t = m_t & (o_t >= oldest)
+    return m_t
 
 
 @gluon.jit
-def _async_copy_gates(s_f, p_f, i, first, rows, stride, SLOTS):
-    """Start an async copy of chunk i's gates to one of two pipeline stages; rows from `rows` on become 0."""
+def _async_copy_rows(s_x, p_x, first, oldest, rows, stride, ring):
+    """Start an async copy of rows of a sequence's keys or values to smem, from row `first` on; rows outside [oldest,
+    rows) become 0. `ring`: a `gates.Ring`."""
+    layout: gl.constexpr = row_layout(s_x.shape[1], _WARPS)
+    o_t = first + gl.arange(0, s_x.shape[0], gl.SliceLayout(1, layout))
+    o_d = gl.arange(0, s_x.shape[1], gl.SliceLayout(0, layout))
+    p_x = row_pointers(p_x, o_t, stride, ring)[:, None] + o_d[None, :]
+    async_load(s_x, p_x, mask=_within(o_t, oldest, rows, ring)[:, None])
+
+
+@gluon.jit
+def _async_copy_gates(s_f, p_f, i, first, oldest, rows, stride, SLOTS, ring):
+    """Start an async copy of chunk i's gates to one of two pipeline stages; rows outside [oldest, rows) become 0."""
     BT: gl.constexpr = s_f.shape[1]
     M: gl.constexpr = s_f.shape[2]
     layout: gl.constexpr = gl.BlockedLayout([1, 4], [128 // M, M // 4], [_WARPS, 1], [1, 0])
     o_t = i * BT + gl.arange(0, BT, gl.SliceLayout(1, layout))
     o_m = gl.arange(0, M, gl.SliceLayout(0, layout))
-    p_f = (p_f + o_t.to(gl.int64) * stride)[:, None] + o_m[None, :]
-    async_load(s_f.index((i - first) % 2), p_f, mask=(o_t < rows)[:, None] & (o_m < SLOTS)[None, :])
+    p_f = row_pointers(p_f, o_t, stride, ring)[:, None] + o_m[None, :]
+    m_t = _within(o_t, oldest, rows, ring)
+    async_load(s_f.index((i - first) % 2), p_f, mask=m_t[:, None] & (o_m < SLOTS)[None, :])
 
 
 @gluon.jit
-def _async_copy_chunk(s, t, i, first, last, entering, stride_k, stride_v, stride_f, SLOTS):
-    """Start async copies of chunk i's keys and values, and of the gates of chunk i + 1; `s` and `t` are `_Tokens`."""
+def _async_copy_chunk(s, t, r, i, first, last, oldest, entering, stride_k, stride_v, stride_f, SLOTS):
+    """Start async copies of chunk i's keys and values, and of the gates of chunk i + 1; `s`, `t` and `r` are
+    `_Tokens`."""
     BT: gl.constexpr = s.f.shape[1]
     stage = (i - first) % s.k.shape[0]
     rows = gl.where(i < last, entering, 0)
-    _async_copy_rows(s.k.index(stage), t.k, i * BT, rows, stride_k)
-    _async_copy_rows(s.v.index(stage), t.v, i * BT, rows, stride_v)
-    _async_copy_gates(s.f, t.f, i + 1, first, gl.where(i + 1 < last, entering, 0), stride_f, SLOTS)
+    _async_copy_rows(s.k.index(stage), t.k, i * BT, oldest, rows, stride_k, r.k)
+    _async_copy_rows(s.v.index(stage), t.v, i * BT, oldest, rows, stride_v, r.v)
+    _async_copy_gates(s.f, t.f, i + 1, first, oldest, gl.where(i + 1 < last, entering, 0), stride_f, SLOTS, r.f)
     async_copy.commit_group()
 
 
@@ -104,13 +126,15 @@ def _store_tile(p_x, s_x):
 @gluon.jit(do_not_specialize=["NH", "entries", "segments"])
 def hopper_slot_states_kernel(
     k, v, f, end, splits, initial_k, initial_v, cu_seqlens, local_k, local_v, local_g, states_k, states_v,
-    final_k, final_v, T, NH, H, before, window, entries, segments,
+    final_k, final_v, ring_k, ring_v, ring_f, length, stride_initial_k, stride_initial_v, stride_ring_k, stride_ring_v,
+    stride_ring_f, stride_length, slots, fresh, T, NH, H, before, window, entries, segments,
     M: gl.constexpr, SLOTS, K: gl.constexpr, V: gl.constexpr, NUM_STAGES: gl.constexpr, LOCAL: gl.constexpr,
 ):  # fmt: skip
     """Store the slots before every chunk and after the last one, tiles `[entries, H, D, M]`, and each chunk's log2
     decay. Store 1 in `splits` for strong chunks, in which a slot decays by more than 80 bits, else 0.
 
-    With LOCAL, compute instead the slots that each segment of chunks reaches from empty slots, and its decay.
+    With LOCAL, compute instead the slots that each segment of chunks reaches from empty slots, and its decay. With
+    `slots`, the initial and the final slots are a pool, as in `slot_states_kernel`.
     """
     BT: gl.constexpr = 64
     dtype: gl.constexpr = k.dtype.element_ty
@@ -122,12 +146,16 @@ def hopper_slot_states_kernel(
     i_n, i_h = i_nh // H, i_nh % H
     if cu_seqlens is not None:
         begin = gl.load(cu_seqlens + i_n).to(gl.int64)
-        length = (gl.load(cu_seqlens + i_n + 1) - begin).to(gl.int32)
+        tokens = (gl.load(cu_seqlens + i_n + 1) - begin).to(gl.int32)
     else:
-        begin, length = i_n.to(gl.int64) * T, T
-    begin += i_n.to(gl.int64) * before
-    entering = gl.maximum(length + before - window, 0)
-    entry = first_entry(i_n, begin, entries, cu_seqlens)
+        begin, tokens = i_n.to(gl.int64) * T, T
+    at = Chunks(
+        None, None, cu_seqlens, T, None, H, before, window, None, entries, 0, 0, slots, fresh, length, stride_length
+    )  # fmt: skip
+    entering = gl.maximum(tokens + before - window, 0)
+    entry = first_entry(i_n, begin + i_n.to(gl.int64) * before, entries, cu_seqlens)
+    slot, seen, oldest = earlier_tokens(i_n, at)
+    begin = begin_of_keys(begin, i_n, at)
     chunks = gl.cdiv(entering, BT)
     per_segment = gl.cdiv(chunks, segments)
     first = i_s * per_segment
@@ -148,17 +176,31 @@ def hopper_slot_states_kernel(
     s_ones_v = s_ones_k
     if V != K:
         s_ones_v = gl.allocate_shared_memory(dtype, [V, BT], gl.NVMMASharedLayout(128, 16))
-    _async_copy_gates(s_f, p_f, first, first, gl.where(first < last, entering, 0), H * SLOTS, SLOTS)
+    rings = _Tokens(
+        Ring(ring_k, stride_ring_k, i_h * K, slot, seen, before),
+        Ring(ring_v, stride_ring_v, i_h * V, slot, seen, before),
+        Ring(ring_f, stride_ring_f, i_h * SLOTS, slot, seen, before),
+    )
+    _async_copy_gates(s_f, p_f, first, first, oldest, gl.where(first < last, entering, 0), H * SLOTS, SLOTS, rings.f)
     async_copy.commit_group()
-    stages, tokens = _Tokens(s_k, s_v, s_f), _Tokens(p_k, p_v, p_f)
-    _async_copy_chunk(stages, tokens, first, first, last, entering, H * K, H * V, H * SLOTS, SLOTS)
+    stages, rows = _Tokens(s_k, s_v, s_f), _Tokens(p_k, p_v, p_f)
+    _async_copy_chunk(stages, rows, rings, first, first, last, oldest, entering, H * K, H * V, H * SLOTS, SLOTS)
 
     # offsets in chunk states [D, M], and in initial and final slots [M, D]
     o_km, o_vm = gl.arange(0, M, gl.SliceLayout(0, keys))[None, :], gl.arange(0, M, gl.SliceLayout(0, values))[None, :]
     o_k, o_v = gl.arange(0, K, gl.SliceLayout(1, keys))[:, None], gl.arange(0, V, gl.SliceLayout(1, values))[:, None]
     tile_k, tile_v = o_k * M + o_km, o_v * M + o_vm
-    slot_k = (i_nh.to(gl.int64) * SLOTS + o_km) * K + o_k
-    slot_v = (i_nh.to(gl.int64) * SLOTS + o_vm) * V + o_v
+    readable, writable = SLOTS, SLOTS
+    if slots is not None:
+        slot_k, slot_v = (i_h * SLOTS + o_km) * K + o_k, (i_h * SLOTS + o_vm) * V + o_v
+        slot_k, slot_v = slot * stride_initial_k + slot_k, slot * stride_initial_v + slot_v
+        writable = gl.where(slot >= 0, SLOTS, 0)
+        readable = writable
+        if fresh is not None:
+            readable = gl.where(gl.load(fresh + i_n) != 0, 0, writable)
+    else:
+        slot_k = (i_nh.to(gl.int64) * SLOTS + o_km) * K + o_k
+        slot_v = (i_nh.to(gl.int64) * SLOTS + o_vm) * V + o_v
     b_sk, b_sv = gl.zeros([K, M], gl.float32, keys), gl.zeros([V, M], gl.float32, values)
     b_total = gl.zeros([K, M], gl.float32, keys)
     if not LOCAL:
@@ -166,8 +208,8 @@ def hopper_slot_states_kernel(
             index = (i_s * NH + i_nh).to(gl.int64)
             b_sk, b_sv = gl.load(local_k + index * K * M + tile_k), gl.load(local_v + index * V * M + tile_v)
         elif initial_k is not None:
-            b_sk = gl.load(initial_k + slot_k, mask=o_km < SLOTS, other=0.0)
-            b_sv = gl.load(initial_v + slot_v, mask=o_vm < SLOTS, other=0.0)
+            b_sk = gl.load(initial_k + slot_k, mask=o_km < readable, other=0.0)
+            b_sv = gl.load(initial_v + slot_v, mask=o_vm < readable, other=0.0)
 
     lines: gl.constexpr = row_layout(BT, _WARPS)
     o_i, o_j = gl.arange(0, BT, gl.SliceLayout(1, lines))[:, None], gl.arange(0, BT, gl.SliceLayout(0, lines))[None, :]
@@ -181,7 +223,7 @@ def hopper_slot_states_kernel(
     fence_async_shared()
     barrier()
     for i in gl.static_range(1, NUM_STAGES - 1):
-        _async_copy_chunk(stages, tokens, first + i, first, last, entering, H * K, H * V, H * SLOTS, SLOTS)
+        _async_copy_chunk(stages, rows, rings, first + i, first, last, oldest, entering, H * K, H * V, H * SLOTS, SLOTS)
     # b_rest: sum of the log-gates of later tokens; b_end: sum over the whole chunk, for each row of the slots' layout
     b_rest, b_end = _sums(s_upper, s_high, s_low, layout), _sums(s_ones_k, s_high, s_low, keys)
     b_end_v = b_end
@@ -209,7 +251,9 @@ def hopper_slot_states_kernel(
         b_sv *= gl.exp2(b_end_v)
         fence_async_shared()
         barrier()
-        _async_copy_chunk(stages, tokens, i + NUM_STAGES - 1, first, last, entering, H * K, H * V, H * SLOTS, SLOTS)
+        _async_copy_chunk(
+            stages, rows, rings, i + NUM_STAGES - 1, first, last, oldest, entering, H * K, H * V, H * SLOTS, SLOTS
+        )  # fmt: skip
         b_rest, b_end = _sums(s_upper, s_high, s_low, layout), _sums(s_ones_k, s_high, s_low, keys)
         b_end_v = b_end
         if V != K:
@@ -233,16 +277,20 @@ def hopper_slot_states_kernel(
         tile = (entry + chunks) * H + i_h
         gl.store(states_k + tile * K * M + tile_k, b_sk.to(dtype))
         gl.store(states_v + tile * V * M + tile_v, b_sv.to(dtype))
-        gl.store(final_k + slot_k, b_sk, mask=o_km < SLOTS)
-        gl.store(final_v + slot_v, b_sv, mask=o_vm < SLOTS)
+        gl.store(final_k + slot_k, b_sk, mask=o_km < writable)
+        gl.store(final_v + slot_v, b_sv, mask=o_vm < writable)
 
 
-def hopper_slot_states(launch, x: Inputs, y: Layout, results: Results, saved: Saved) -> None:
-    """Fill the slots before every chunk, `saved.end`, `saved.splits`, and the final slots in `results`."""
+def hopper_slot_states(launch, x: Inputs, y: Layout, results: Results, saved: Saved, pool: Pool | None = None) -> None:
+    """Fill the slots before every chunk, `saved.end`, `saved.splits`, and the final slots in `results`.
+
+    With `pool`, sequences start from its slots, and `results` has its tensors.
+    """
     config = tuning.hopper_scan_config(y.N * y.H, y.entries)
     launch_scan(
-        launch, hopper_slot_states_kernel, config, x, y, outer=(x.slots_k, x.slots_v), backward=False,
+        launch, hopper_slot_states_kernel, config, x, y, outer=(x.slots_k, x.slots_v), pool=pool,
         k=x.k if x.k_slots is None else x.k_slots, v=x.v, f=x.f, end=saved.end, splits=saved.splits,
         initial_k=x.slots_k, initial_v=x.slots_v, cu_seqlens=x.cu_seqlens, states_k=saved.states_k,
         states_v=saved.states_v, final_k=results.final_k, final_v=results.final_v, NUM_STAGES=config.num_stages,
+        **pool_of_scan(x, pool, gates=True),
     )  # fmt: skip
