@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from tokenmix_core.modeling import LayerState, Mixer, MixerOutput, register_mixer
 from tokenmix_core.nn import RMSNorm, Rotation, attention_heads, output_linear, projected, stepping
 from tokenmix_core.ops import Impl, unless_gluon
-from tokenmix_nha.ops import log_forget_gates, slot_window_attention_step
+from tokenmix_nha.ops import log_forget_gates, slot_window_attention_prefill, slot_window_attention_step
 from tokenmix_nha.split import slot_window_attention
 from tokenmix_nha.state import SlotWindowPart
 
@@ -37,6 +37,7 @@ class GatedSlotAttention(Mixer):
 
     takes_more_tokens = True
     splits_sequences = True
+    packs_states = uses_slots = True
 
     def __init__(
         self,
@@ -84,16 +85,25 @@ class GatedSlotAttention(Mixer):
             past = state.slots.get(len(q), q)
             q, k, v, f = (x.squeeze(1) for x in (q, k, v, f))
             options = {"scale": 1.0, "normalizer": self.gate_normalizer, "impl": unless_gluon(self.impl)}
+            options["slots"] = state.slots.slots
             o = slot_window_attention_step(q, k, v, f, past, **options).unsqueeze(1)
         else:
             f = log_forget_gates(f, normalizer=self.gate_normalizer)
+            options = {"scale": 1.0, "cu_seqlens": cu_seqlens, "impl": self.impl}
+            if state is not None and (held := state.slots).slots is not None:
+                past = held.get(len(q), q)
+                o = slot_window_attention_prefill(q, k, v, f, past, slots=held.slots, fresh=held.fresh, **options)
+                return self._output(o), None
             o, after = slot_window_attention(
-                q, k, v, f, window=0, scale=1.0, initial_state=None if state is None else state.slots.value,
-                cu_seqlens=cu_seqlens, output_final_state=state is not None, impl=self.impl,
+                q, k, v, f, window=0, initial_state=None if state is None else state.slots.value,
+                output_final_state=state is not None, **options,
             )  # fmt: skip
             if state is not None:
                 state.slots.set(after)
-        return output_linear(self.o_norm(F.silu(o).flatten(-2)), self.o_proj), None
+        return self._output(o), None
+
+    def _output(self, o: Float[Tensor, "B T H V"]) -> Float[Tensor, "B T D"]:
+        return output_linear(self.o_norm(F.silu(o).flatten(-2)), self.o_proj)
 
     def mixing_flops(self, seq_len: int) -> float:
         # reading the key and the value of a slot takes 2 K FLOPs each, and so does updating each

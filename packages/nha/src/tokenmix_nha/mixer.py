@@ -26,7 +26,12 @@ from tokenmix_core.ops import AttentionOutput, Impl, is_exporting, unless_gluon
 from tokenmix_core.parallel import attention, current_shard
 from tokenmix_nha.ablations import Entering, attend_jointly, attend_to_slots, delayed, share_of_slots
 from tokenmix_nha.heads import Call, Heads
-from tokenmix_nha.ops import SlotWindowState, log_forget_gates, slot_window_attention_step
+from tokenmix_nha.ops import (
+    SlotWindowState,
+    log_forget_gates,
+    slot_window_attention_prefill,
+    slot_window_attention_step,
+)
 from tokenmix_nha.ops.slot_window.prefix import share_of_zeros, with_zeros
 from tokenmix_nha.options import Fusion, Positions, check_choices
 from tokenmix_nha.split import slot_window_attention
@@ -149,6 +154,16 @@ class NhaMixer(Mixer):
         return (self.joined or self.window == FULL) and self.positions != "learned" and self.shares is None
 
     @property
+    def packs_states(self) -> bool:  # type: ignore[override]
+        """True if packed sequences can continue their states: not if positions are learned, which need the span."""
+        return self.joined and self.positions != "learned"
+
+    @property
+    def uses_slots(self) -> bool:  # type: ignore[override]
+        """True if all calls can use slots of pools."""
+        return self.packs_states
+
+    @property
     def seen(self) -> int | None:
         """Number of tokens in the window; None for a full window."""
         return self.window if isinstance(self.window, int) else None
@@ -244,15 +259,23 @@ class NhaMixer(Mixer):
         if not self.window:
             q, k = q_slots, k_slots
         own = (q_slots, k_slots) if self.own_slot_keys else (None, None)
+        options: dict[str, Any]
+        held = None if call.state is None else call.state.slots.slots
         if call.step:
             assert call.state is not None
             b_q, b_k, b_v, b_f = (x.squeeze(1) for x in (q, k, v, f))
             b_qs, b_ks = (None if x is None else x.squeeze(1) for x in own)
             past = call.state.slots.get(len(q), q)
-            options = {"q_slots": b_qs, "k_slots": b_ks, "impl": unless_gluon(self.impl)}
+            options = {"q_slots": b_qs, "k_slots": b_ks, "impl": unless_gluon(self.impl), "slots": held}
             options["normalizer"] = self.gate_normalizer
             o = slot_window_attention_step(b_q, b_k, b_v, b_f, past, **options)
             return o.unsqueeze(1)
+        if held is not None and call.state is not None:
+            part = call.state.slots
+            options = {"q_slots": own[0], "k_slots": own[1], "cu_seqlens": call.cu_seqlens, "impl": self.impl}
+            return slot_window_attention_prefill(
+                q, k, v, f, part.get(len(q), q), slots=held, fresh=part.fresh, **options
+            )
         o, after = slot_window_attention(
             q,
             k,

@@ -14,6 +14,8 @@ from tokenmix_nha.ops import SlotWindowState
 class SlotWindowPart(StatePart):
     """State part with a `SlotWindowState`. Its ring buffer always has its full size, so the bytes are constant.
 
+    With `slots`, the state is a pool.
+
     Args:
         heads: H.
         slots: M.
@@ -22,6 +24,7 @@ class SlotWindowPart(StatePart):
         own_slot_keys: whether the slots have other keys than the window; the ring buffer then holds both.
     """
 
+    takes_slots = True
     window: int
 
     def __init__(
@@ -64,7 +67,7 @@ class SlotWindowPart(StatePart):
 
     def map_(self, fn: Callable[[Tensor], Tensor]) -> None:
         """Replace each tensor `x` by `fn(x)`."""
-        if self.value is not None:
+        if self.value is not None and self.slots is None:
             self.value = SlotWindowState._make(None if x is None else fn(x) for x in self.value)
 
     def clear(self) -> None:

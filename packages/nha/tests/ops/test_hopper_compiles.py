@@ -64,7 +64,8 @@ IN_SLOTS = {
 @without_gpu
 def test_the_kernels_of_a_prefill_in_slots_compile_and_fit_on_an_sm():
     kernels = compiled_by(__file__, "in slots", every=True)
-    assert {x["kernel"] for x in kernels} == {"hopper_slot_states_kernel", "hopper_window_forward_kernel"}
+    names = {x["kernel"].rpartition(".")[2] for x in kernels}
+    assert names == {"hopper_slot_states_kernel", "hopper_window_forward_kernel"}
     assert_all_fit(kernels)
 
 

@@ -50,7 +50,7 @@ CALLS = {"gates": gates, "slots, a token": slots_step}
 @without_gpu
 def test_the_kernels_of_calls_in_slots_compile_and_fit_on_an_sm():
     kernels = compiled_by(__file__, "in slots", every=True)
-    assert {x["kernel"] for x in kernels} == {
+    assert {x["kernel"].rpartition(".")[2] for x in kernels} >= {
         "slot_gates_kernel", "slot_states_kernel", "slot_carry_kernel", "slot_window_forward_kernel",
         "slot_ring_kernel", "slot_window_step_kernel",
     }  # fmt: skip

@@ -37,13 +37,13 @@ def check_split(
     Raises:
         ValueError: a mixer, an input or a shape that does not support the split.
     """
-    if alone := dict.fromkeys(type(mixer).__name__ for mixer in mixers if not _is_set(mixer, "splits_sequences")):
+    if alone := dict.fromkeys(type(mixer).__name__ for mixer in mixers if not mixer.declares("splits_sequences")):
         raise ValueError(
             f"{', '.join(alone)} with these options cannot split a sequence over ranks; "
             "layers of GatedDeltaNet, Mamba2 and Attention can"
         )
     if shard.keeps_states:
-        if alone := dict.fromkeys(type(mixer).__name__ for mixer in mixers if not _is_set(mixer, "splits_prompts")):
+        if alone := dict.fromkeys(type(mixer).__name__ for mixer in mixers if not mixer.declares("splits_prompts")):
             raise ValueError(
                 f"{', '.join(alone)} cannot split a prompt over ranks; compute it on each rank without a SequenceShard"
             )
@@ -61,11 +61,6 @@ def check_split(
         raise ValueError(
             f"expected the whole rows {wanted} of the SequenceShard on each rank, got {list(rows.shape[:2])}"
         )
-
-
-def _is_set(mixer: Mixer, name: str) -> bool:
-    """Return an attribute that the mixer's own class sets; False if only a base class sets it."""
-    return name in vars(type(mixer)) and getattr(mixer, name)
 
 
 @torch.no_grad()

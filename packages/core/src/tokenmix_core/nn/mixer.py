@@ -42,9 +42,9 @@ class Mixer(KeepsFloat32):
         splits_prompts: whether a call on rows that are split over ranks leaves the complete states on every rank
             (`modeling.split_prefill`). Subclasses do not inherit the value.
         packs_states: whether one call can continue several packed sequences, given only `cu_seqlens`: sequence i starts
-            from row i of every state, and all states are of class `TensorState`. Subclasses do not inherit the value.
-        uses_slots: whether decoding steps overwrite states in the slots of pools (`TensorState.slots`), and with
-            `packs_states` also calls on packed sequences. Subclasses do not inherit the value.
+            from row i of every state, if all states have `StatePart.takes_slots`. Subclasses do not inherit the value.
+        uses_slots: whether calls overwrite states in the slots of pools (`StatePart.slots`): decoding steps, and with
+            `packs_states` also calls on whole sequences. Subclasses do not inherit the value.
         joint_layers: names of linear layers of one call of `projected` whose outputs may be slices of one tensor, so
             that `projections.join_weights` can join their weights. Subclasses do not inherit the value.
     """
@@ -167,6 +167,15 @@ class Mixer(KeepsFloat32):
             self, "forward(hidden_states, *, state, cu_seqlens, rotary, **inputs)", "which mixes along time"
         )
 
+    def declares(self, name: str) -> bool:
+        """Return whether the mixer's own class, not a class that it inherits from, sets an attribute to True."""
+        return name in vars(type(self)) and bool(getattr(self, name))
+
+    def prefills_in_slots(self, state: LayerState) -> bool:
+        """Return whether all calls can read and overwrite a state with the parts of `state` in slots of a pool."""
+        declared = self.declares("packs_states") and self.declares("uses_slots")
+        return declared and all(part.takes_slots for part in state.parts.values())
+
     def make_state(self) -> LayerState:
         """Return an empty state for the layer.
 
@@ -220,6 +229,11 @@ _GIVEN = ("self", "hidden_size", "norm_eps")
 
 
 def stepping(x: Tensor, state: LayerState | None) -> bool:
-    """Return whether a call is a decoding step: one token of each sequence, a state to overwrite, no gradients."""
-    one = state is not None and state.span.tokens == 1 and state.span.mask is None
-    return one and not (torch.is_grad_enabled() and x.requires_grad)
+    """Return whether a call is a decoding step: one token of each sequence, a state to overwrite, no gradients.
+
+    A step in slots continues the state in every slot, so sequences that start from an empty one take no step.
+    """
+    if state is None or state.span.tokens != 1 or state.span.mask is not None:
+        return False
+    begun = all(part.fresh is None for part in state.parts.values())
+    return begun and not (torch.is_grad_enabled() and x.requires_grad)

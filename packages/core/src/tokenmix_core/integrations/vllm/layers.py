@@ -19,7 +19,7 @@ from tokenmix_core.integrations.vllm.states import SLOT_DTYPE, SlotLayout, has_s
 from tokenmix_core.nn import Attention, Mixer
 from tokenmix_core.nn.projections import output_linear, projected
 from tokenmix_core.nn.rotary import Rotation
-from tokenmix_core.nn.state import LayerState, Span, TensorState
+from tokenmix_core.nn.state import LayerState, Span
 
 
 class ServedAttention(nn.Module):
@@ -119,10 +119,8 @@ class ServedState(nn.Module):
         slots.has_step_forms |= has_step_forms(type(mixer))
         # packs: one call computes all prompts of a step; in_slots: calls read and overwrite states in their slots. Both
         # only if all parts of the state have constant size
-        constant = all(isinstance(x, TensorState) for x in layout.template.parts.values())
-        self.packs, self.in_slots = (
-            constant and vars(type(mixer)).get(name, False) for name in ("packs_states", "uses_slots")
-        )
+        constant = all(part.takes_slots for part in layout.template.parts.values())
+        self.packs, self.in_slots = (constant and mixer.declares(name) for name in ("packs_states", "uses_slots"))
         self._views: tuple[Tensor, dict[str, list[Tensor]]] | None = None
 
     @property

@@ -68,8 +68,8 @@ class SlotLayout:
     ) -> LayerState:
         """Return the states in `slots` as one layer's state for a call that overwrites them.
 
-        Parts of class `PagedKVState`, and with `constant` also those of class `TensorState`, use the pool's own
-        tensors. All other parts are copies, which `scatter` must store.
+        Parts of class `PagedKVState`, and with `constant` also those with `takes_slots`, use the pool's own tensors.
+        All other parts are copies, which `scatter` must store.
 
         Args:
             views: the tensors of the pool, as `views` returns them.
@@ -78,18 +78,15 @@ class SlotLayout:
             padded: for a decoding step, the slots as int32, a negative number for padding.
             fresh: for a prefill, bool `[N]`, True for a sequence without earlier tokens; None if all have earlier ones.
         """
-        kinds = (TensorState, PagedKVState) if constant else PagedKVState
         state = LayerState()
         for name, part in self.template.parts.items():
-            if isinstance(part, kinds):
+            if isinstance(part, PagedKVState) or (constant and part.takes_slots):
                 held, pools = copy.copy(part), iter(views[name])
                 held.map_(lambda _, pools=pools: next(pools))
-                held.slots = slots if padded is None else padded
-                if isinstance(held, TensorState):
-                    held.fresh = fresh
+                held = held.in_slots(slots if padded is None else padded, fresh)
             else:
                 held = self._rows(name, views, slots, fresh)
-            held.fixed = True
+                held.fixed = True
             state.parts[name] = held
         return state
 

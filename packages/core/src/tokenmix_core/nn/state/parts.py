@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple, Self
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -34,14 +35,22 @@ class StatePart:
         window: number of last tokens kept; None if tokens are not dropped by age.
         keeps_tokens: whether the state stores single tokens, as a KV cache does.
         fixed: whether the tensors keep their addresses between decoding steps; see `fix`.
-        slots: int32 `[N]` or None. With slots, which `TensorState` and `PagedKVState` support, the tensors are pools
-            `[S, ...]`, and sequence n of a decoding step reads and overwrites slot `slots[n]` of each.
+        takes_slots: whether calls on whole sequences, not only decoding steps, can read and overwrite the state in
+            slots of pools; its size is then constant, and `value` holds its tensors.
+        slots: int32 or int64 `[N]`, or None. With slots, which also `PagedKVState` supports, the tensors are pools
+            `[S, ...]`, and sequence n of a call reads and overwrites slot `slots[n]` of each; `map_` changes nothing.
+            In a decoding step, a negative slot marks padding.
+        fresh: bool `[N]`, True for a sequence of a call in slots that starts from an empty state; None if none does.
+        views: the parts in slots of one pool, whose `value` changes if the pool grows; None if it does not grow.
     """
 
     window: int | None = None
     keeps_tokens: bool = False
     fixed: bool = False
+    takes_slots: ClassVar[bool] = False
     slots: Tensor | None = None
+    fresh: Tensor | None = None
+    views: WeakSet[StatePart] | None = None
 
     def reserve(self, max_length: int) -> None:
         """Announce that sequences will reach `max_length` tokens, which limits spare memory; by default do nothing."""
@@ -107,9 +116,26 @@ class StatePart:
         if snapshot is not None:
             vars(self).update(vars(snapshot.snapshot()))
 
-    def gather_rows(self, sources: Sequence[tuple[StatePart, Sequence[int]]]) -> None:
-        """Replace the contents by copies of the rows that `sources` lists from other states of the same layer."""
+    def in_slots(self, slots: Tensor, fresh: Tensor | None = None) -> Self:
+        """Return this state, a pool, as the state of the sequences in `slots`, which calls overwrite."""
+        held = copy.copy(self)
+        held.fixed, held.slots, held.fresh = True, slots, fresh
+        if held.views is not None:
+            held.views.add(held)
+        return held
+
+    def gather_rows(self, sources: Sequence[tuple[StatePart, Sequence[int]]], *, shared: bool = False) -> None:
+        """Replace the contents by copies of the rows that `sources` lists from other states of the same layer.
+
+        If `shared`, and all are in slots of a pool, refer to their slots instead.
+        """
         held = [(part, list(rows)) for part, rows in sources]
+        if shared and all(part.slots is not None for part, _ in held):
+            slots = [part.slots[rows] for part, rows in held if part.slots is not None]
+            vars(self).update(vars(held[0][0].in_slots(torch.cat(slots))))
+            if self.views is not None:
+                self.views.add(self)
+            return
         written = next((part for part, _ in held if part.tensors), None)
         if written is None:
             self.clear()
@@ -118,7 +144,7 @@ class StatePart:
         largest = zip(*([x.shape[1:] for x in part.tensors] for part, _ in held if part.tensors), strict=True)
         sizes, total = iter([[*map(max, zip(*x, strict=True))] for x in largest]), sum(len(rows) for _, rows in held)
         copied, start = copy.copy(written), 0
-        copied.fixed = False
+        copied.fixed, copied.slots, copied.fresh, copied.views = False, None, None, None
         copied.map_(lambda x: x.new_zeros(total, *next(sizes)))
         for part, rows in held:
             device = written.tensors[0].device
@@ -132,6 +158,8 @@ class StatePart:
 
         Entries (slots, pages) that the source has beyond this state's are not copied; they must hold no tokens.
         """
+        if source is not None and source.slots is not None:
+            picked = source.slots.long().index_select(0, picked)
         for i, target in enumerate(self.tensors):
             values = source.tensors[i].index_select(0, picked) if source is not None and source.tensors else None
             if values is not None and values.shape[1:] == target.shape[1:]:
@@ -170,15 +198,9 @@ class TensorState(StatePart):
         shape: the tensor's shape without the batch dimension.
         dtype: an integer dtype, or a floating-point one, which is promoted if the activations' dtype is wider; None for
             the dtype of the activations.
-
-    Attributes:
-        slots: int32 or int64 `[N]`, or None. With slots, `value` is a pool `[S, *shape]`, and sequence n of a call
-            reads and overwrites slot `slots[n]`; see `Mixer.uses_slots`. In a decoding step, a negative slot marks
-            padding.
-        fresh: bool `[N]`, True for a sequence of a prefill in slots that starts from zeros; None if none does.
     """
 
-    fresh: Tensor | None = None
+    takes_slots = True
 
     def __init__(self, *shape: int, dtype: torch.dtype | None = None):
         self.shape, self.dtype = shape, dtype
@@ -217,7 +239,7 @@ class TensorState(StatePart):
 
     def map_(self, fn: Callable[[Tensor], Tensor]) -> None:
         """Replace the tensor `x`, if there is one, by `fn(x)`."""
-        if self.value is not None:
+        if self.value is not None and self.slots is None:
             self.value = fn(self.value)
 
     def clear(self) -> None:
