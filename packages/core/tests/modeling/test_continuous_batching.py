@@ -1,5 +1,7 @@
 """Test requests of transformers' engine: forks, refusals, memory, and which states they share."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from transformers import ContinuousBatchingConfig, GenerationConfig
@@ -8,6 +10,7 @@ from tokenmix_core.modeling.cache_name import CACHE
 from tokenmix_core.modeling.prefixes import Prefixes
 from tokenmix_core.modeling.request_states import Chunk, RequestStates
 from tokenmix_core.modeling.state_pool import StatePool
+from tokenmix_core.nn.state import TensorState
 from tokenmix_core.testing.closeness import relative_error
 from tokenmix_core.testing.fake_cuda_graph import graphs_everywhere
 
@@ -58,7 +61,8 @@ def _run(states, ids, *chunks):
 
 def _contents(states, request):
     cache, row = states._rows[request]
-    return [x[row] for layer in cache.layers for part in layer.parts.values() for x in part.tensors]
+    parts = [part for layer in cache.layers for part in layer.parts.values()]
+    return [x[row if part.slots is None else int(part.slots[row])] for part in parts for x in part.tensors]
 
 
 @torch.no_grad()
@@ -81,9 +85,34 @@ def test_requests_join_and_leave_the_pool_without_copies_of_others(model, ids, m
     assert {x: states._rows[x] for x in "12"} == {"1": (pool.cache, 1), "2": (pool.cache, 0)}
     assert [x.data_ptr() for x in _contents(states, "1")] == addresses
     assert pool.batch == 2
-    assert states.allocated_nbytes == pool.cache.allocated_nbytes
+    assert states.allocated_nbytes == pool.allocated_nbytes
     _run(states, ids, (1, 6, 1), (2, 6, 1))
     assert written[5:] == []
+
+
+@torch.no_grad()
+def test_all_calls_overwrite_recurrent_states_in_slots_without_copies(model, ids, monkeypatch):
+    whole, states, copied = model(ids, use_cache=False).logits, RequestStates(model), []
+    write = TensorState.write_rows
+    monkeypatch.setattr(TensorState, "write_rows", lambda *given: copied.append(given) or write(*given))
+    # prompts in chunks, alone and together with others, while other requests decode
+    _run(states, ids, (0, 0, 5), (1, 0, 2))
+    slots = states._pool.slots.assign(["0", "1"])
+    _run(states, ids, (0, 5, 3), (2, 0, 1))
+    _run(states, ids, (1, 2, 4), (2, 1, 4), (0, 8, 1))
+    _run(states, ids, (3, 0, 6), (0, 9, 1), (1, 6, 1))
+    _run(states, ids, (2, 5, 1), (3, 6, 1))
+    logits = _run(states, ids, (0, 10, 1), (1, 7, 1), (2, 6, 1), (3, 7, 1))
+    assert relative_error(logits, whole[range(4), [10, 7, 6, 7]]) < 1e-4
+    assert copied == []
+    assert states._pool.slots.assign(["0", "1"]) == slots
+    # a copy of a request is copied to a slot of its own
+    states.fork("0", ["4"])
+    assert copied
+    logits = states.run([Chunk("4", 11, 1), Chunk("0", 11, 1)], ids[0, [11, 11]][None])
+    assert relative_error(logits, whole[[0, 0], 11]) < 1e-4
+    states.drop("4")
+    assert sorted(states._pool.slots.owned) == ["0", "1", "2", "3"]
 
 
 @torch.no_grad()
@@ -193,6 +222,14 @@ def test_a_kept_manager_serves_the_next_call(model, ids):
 
 
 @engine
+def test_options_without_effect_are_named(model):
+    config = GenerationConfig(max_new_tokens=3, pad_token_id=0)
+    pool = ContinuousBatchingConfig(use_cuda_graph=False, allow_block_sharing=False)
+    with pytest.warns(UserWarning, match="sets allow_block_sharing, use_cuda_graph without effect"):
+        model.init_continuous_batching(config, pool)
+
+
+@engine
 def test_pool_is_sized_by_free_memory(model):
     manager = model.init_continuous_batching(GenerationConfig(max_new_tokens=5, pad_token_id=0))
     assert manager.max_tokens > 10_000
@@ -264,3 +301,11 @@ def test_snapshots_depend_on_weights_and_settings(model, ids):
     assert saved() == 12
     with pytest.raises(ValueError, match="at least 0"):
         Prefixes(4, -1)
+
+
+def test_a_replaced_snapshot_is_counted_once():
+    prefixes = Prefixes(2, 100)
+    prefixes.find("request", [1, 2, 3], None, lambda start, stop: None)
+    for size in (60, 40):
+        prefixes.store("request", 2, SimpleNamespace(allocated_nbytes=size))
+    assert (prefixes.nbytes, len(prefixes), prefixes.counts["prefix_evictions"]) == (40, 1, 0)

@@ -226,13 +226,13 @@ class HybridCache(Cache):
 
     @property
     def nbytes(self) -> int:
-        """Number of bytes in use, without spare capacity; `allocated_nbytes` includes it."""
-        return sum(part.held(self.past) for part in self._parts())
+        """Number of bytes in use, without slots of pools and spare capacity; `allocated_nbytes` includes the latter."""
+        return sum(part.held(self.past) for part in self._parts() if part.slots is None)
 
     @property
     def allocated_nbytes(self) -> int:
-        """Number of allocated bytes, snapshots for `crop` included."""
-        return sum(part.allocated for part in self._parts()) + (0 if self.history is None else self.history.nbytes)
+        """Number of allocated bytes, snapshots for `crop` included, slots of pools not included."""
+        return sum(x.allocated for x in self._parts() if x.slots is None) + (self.history.nbytes if self.history else 0)
 
     # the interface of transformers' caches
 
@@ -290,8 +290,9 @@ class HybridCache(Cache):
         """Replace every sequence by `repeats` adjacent copies."""
         self._change_batch(lambda x: x.repeat_interleave(repeats, 0), max(self.batch_size, 0) * repeats)
 
-    def gather_rows(self, sources: Sequence[CacheRows], lengths: Sequence[int]) -> None:
-        """Replace all sequences by copies of rows of the model's other caches; `lengths`: real tokens of each row."""
+    def gather_rows(self, sources: Sequence[CacheRows], lengths: Sequence[int], *, shared: bool = False) -> None:
+        """Replace all sequences by rows of the model's other caches, of `lengths` real tokens: copies or, if `shared`,
+        the same slots."""
         self.reset()
         for cache, _ in sources:
             cache._check_whole()
@@ -299,7 +300,8 @@ class HybridCache(Cache):
                 raise ValueError("tokens that crop left pending have no state yet: call the model before gather_rows")
         counts = [cache._counts()[list(rows)] for cache, rows in sources] if min(lengths) < max(lengths) else None
         for part, *held in zip(self._parts(), *(cache._parts() for cache, _ in sources), strict=True):
-            part.gather_rows([(x, rows) for x, (_, rows) in zip(held, sources, strict=True)])
+            gather = part.share_rows if shared and all(x.slots is not None for x in held) else part.gather_rows
+            gather([(x, rows) for x, (_, rows) in zip(held, sources, strict=True)])
         self.length, self.past, self._batch = max(lengths), max(lengths), len(lengths)
         self.lengths = None if counts is None else torch.cat(counts)
 

@@ -6,6 +6,7 @@ selects the tokens of each step, `BatchProcessor` launches steps and reads their
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from copy import copy
 from typing import Any
@@ -25,6 +26,11 @@ from tokenmix_core.modeling.request_states import RequestStates
 _REQUESTS = 256
 # maximum capacity in tokens that the scheduler is told, even if the states' size does not depend on tokens
 _MOST_TOKENS = 1 << 22
+# options of ContinuousBatchingConfig that have no effect
+_IGNORED = (
+    "max_blocks_per_request", "allow_block_sharing", "use_cuda_graph", "use_async_batching", "default_compile_level",
+    "varlen_compile_config", "decode_compile_config", "scheduler_type",
+)  # fmt: skip
 
 
 class ServedModel:
@@ -84,7 +90,8 @@ class HybridBatchingManager(ContinuousBatchingManager):
         generation_config: as for transformers' manager.
         continuous_batching_config: as for transformers' manager, except that the default of `num_blocks` fills
             `max_memory_percent` of the free memory, that of `max_batch_tokens` is 8192, and that the options of block
-            tables, block sharing, CUDA graphs, asynchronous batching, compilation and the scheduler's type are ignored.
+            tables, block sharing, CUDA graphs, asynchronous batching, compilation and the scheduler's type are ignored;
+            a warning names those that are set.
         workload_hints: as for transformers' manager.
 
     Attributes:
@@ -105,6 +112,13 @@ class HybridBatchingManager(ContinuousBatchingManager):
     ):
         if continuous_batching_config.cpu_offload_space:
             raise ValueError("cpu_offload_space is not available: preempted requests are computed again")
+        default = ContinuousBatchingConfig()
+        if given := [x for x in _IGNORED if getattr(continuous_batching_config, x) != getattr(default, x)]:
+            warnings.warn(
+                f"ContinuousBatchingConfig sets {', '.join(given)} without effect: decoding steps have CUDA graphs of "
+                "their own, and keep_prefixes shares the states of prompts",
+                stacklevel=3,
+            )
         config = copy(continuous_batching_config)
         # no block table and no shared blocks: shapes differ in every step, decoding steps have CUDA graphs of their
         # own, and `keep_prefixes` shares states
@@ -201,7 +215,7 @@ def _tokens_that_fit(model: Any, config: ContinuousBatchingConfig) -> int:
     _, total, reserved, allocated = get_device_and_memory_breakdown()
     # the memory of an earlier engine's pool is used again
     idle = model.step_store.pool
-    used = max(reserved, allocated) - (0 if idle is None else idle.cache.allocated_nbytes)
+    used = max(reserved, allocated) - (0 if idle is None else idle.allocated_nbytes)
     free = (total - used) * (config.max_memory_percent or 0.9)
     # estimate a state's bytes as a constant plus a number per token
     short, long = (model.state_bytes(n) for n in (1 << 15, 1 << 16))

@@ -89,7 +89,10 @@ class Prefixes:
         size = cache.allocated_nbytes
         if size > self.budget:
             return
-        self._held[self._requests[request][0][tokens // self.block - 1]] = cache
+        key = self._requests[request][0][tokens // self.block - 1]
+        if (replaced := self._held.pop(key, None)) is not None:
+            self.nbytes -= replaced.allocated_nbytes
+        self._held[key] = cache
         self.nbytes += size
         while self.nbytes > self.budget:
             _, dropped = self._held.popitem(last=False)

@@ -47,6 +47,7 @@ class RequestStates:
 
     A call of the model computes new prompts of similar lengths together; other calls do so for further chunks of
     prompts. All decoding requests, which have one new token each, take one decoding step in the rows of a `StatePool`.
+    In layers whose calls take slots, all calls read and overwrite states in the slots of this pool.
     Without requests, the pool and its captured steps stay with the model for the next engine.
 
     Args:
@@ -62,7 +63,7 @@ class RequestStates:
         # for each request, its cache and row, and its number of tokens
         self._rows: dict[str, tuple[HybridCache, int]] = {}
         self._tokens: dict[str, int] = {}
-        # the states of requests that have decoded a token; None before the first one
+        # the states of requests that have decoded a token, and all states in slots; None without requests
         self._pool: StatePool | None = None
         # the model's settings: those with which each request began, and those of the present step
         self._settings: dict[str, Hashable] = {}
@@ -76,7 +77,9 @@ class RequestStates:
         """Number of bytes allocated for states, without those of `prefixes`."""
         # iterate over a copy: other threads may read this property while requests change
         caches = {id(cache): cache for cache, _ in list(self._rows.values())}
-        return sum(cache.allocated_nbytes for cache in caches.values())
+        pool = self._pool
+        slots = 0 if pool is None else pool.slots.nbytes
+        return slots + sum(cache.allocated_nbytes for cache in caches.values())
 
     def begin_step(self) -> None:
         """Read the model's settings again, because they may change between steps."""
@@ -113,6 +116,8 @@ class RequestStates:
         self._tokens.pop(request, None)
         self._settings.pop(request, None)
         self.prefixes.drop(request)
+        if self._pool is not None:
+            self._pool.slots.release(request)
         if not self._rows and self._pool is not None:
             self.model.step_store.pool, self._pool = self._pool, None
 
@@ -127,6 +132,7 @@ class RequestStates:
             self._rows[name] = self._gathered([request]), 0
             self._tokens[name] = self._tokens[request]
 
+    @torch.no_grad()
     def run(self, chunks: Sequence[Chunk], ids: Int[Tensor, "1 T"]) -> Float[Tensor, "chunks vocab"]:
         """Compute the tokens of all chunks, concatenated in `ids`; return the logits of each chunk's last token.
 
@@ -195,6 +201,7 @@ class RequestStates:
             lengths = torch.tensor([x.tokens for x in chunks], device=ids.device)
             mask = torch.arange(longest, device=ids.device) >= longest - lengths.unsqueeze(1)
         inputs = self._inputs(chunks)
+        self._used_pool().slots.attach(cache, [x.request for x in chunks], begin=not chunks[0].past)
         logits = self.model(ids, attention_mask=mask, cache=cache, logits_to_keep=1, **inputs).logits[:, -1]
         for row, x in enumerate(chunks):
             self._rows[x.request] = cache, row
@@ -202,13 +209,12 @@ class RequestStates:
 
     def _decode(self, chunks: Sequence[Chunk], ids: Int[Tensor, "N 1"]) -> Tensor:
         """Compute one new token of each request in a single decoding step of the model; return the logits."""
-        pool = self._pool = self._pool or self._idle_pool() or StatePool(self.model)
-        names = [x.request for x in chunks]
+        pool, names = self._used_pool(), [x.request for x in chunks]
         if not (pool.continues(names) and all(self._rows[x][0] is pool.cache for x in names)):
             # a step advances all rows, so requests that have no token in this step leave the pool
             pausing = {x for x, (cache, _) in self._rows.items() if cache is pool.cache}.difference(names)
             for x in pausing:
-                self._rows[x] = self._gathered([x]), 0
+                self._rows[x] = self._gathered([x], shared=True), 0
             pool.cache.max_length = max(x.end for x in chunks)
             rows = pool.assign_rows({x: self._rows[x] for x in names}, self._tokens)
             self._rows |= {x: (pool.cache, row) for x, row in rows.items()}
@@ -222,6 +228,10 @@ class RequestStates:
         for x in chunks:
             if x.past != self._tokens.get(x.request, 0):
                 raise ValueError(f"request {x.request} has {self._tokens.get(x.request, 0)} tokens, got {x.past}")
+
+    def _used_pool(self) -> StatePool:
+        self._pool = self._pool or self._idle_pool() or StatePool(self.model)
+        return self._pool
 
     def _idle_pool(self) -> StatePool | None:
         """Return the pool that an earlier engine left with the model; None if there is none or it does not fit."""
@@ -254,23 +264,23 @@ class RequestStates:
         whole = cache.batch_size == len(requests) and all(self._rows[x] == (cache, i) for i, x in enumerate(requests))
         if whole and (self._pool is None or cache is not self._pool.cache):
             return cache
-        cache = self._gathered(requests)
+        cache = self._gathered(requests, shared=True)
         for i, x in enumerate(requests):
             self._rows[x] = cache, i
         return cache
 
-    def _gathered(self, requests: list[str]) -> HybridCache:
-        """Return a cache with copies of these requests' rows."""
+    def _gathered(self, requests: list[str], *, shared: bool = False) -> HybridCache:
+        """Return a cache with copies of these requests' rows; if `shared`, states in slots stay there."""
         sources: list[tuple[HybridCache, list[int]]] = []
         for cache, row in (self._rows[x] for x in requests):
             if not sources or sources[-1][0] is not cache:
                 sources.append((cache, []))
             sources[-1][1].append(row)
-        return self._copied(sources, [self._tokens[x] for x in requests])
+        return self._copied(sources, [self._tokens[x] for x in requests], shared=shared)
 
-    def _copied(self, sources: Sequence[CacheRows], tokens: list[int]) -> HybridCache:
+    def _copied(self, sources: Sequence[CacheRows], tokens: list[int], *, shared: bool = False) -> HybridCache:
         cache = self.model.make_cache()
-        cache.gather_rows(sources, tokens)
+        cache.gather_rows(sources, tokens, shared=shared)
         return cache
 
 

@@ -15,11 +15,15 @@ from tokenmix_core.kernels.launch.async_read import to_device
 from tokenmix_core.modeling.cache import CacheRows, HybridCache
 from tokenmix_core.modeling.captured_steps import CapturedSteps
 from tokenmix_core.modeling.decode_graph import SPARE, Steps, graph_key, why_not
+from tokenmix_core.modeling.slot_pool import SlotPool, with_rows
 from tokenmix_core.nn.state import LayerState, map_all
 
 
 class StatePool:
     """The states of all decoding requests, one row each, in tensors that keep their addresses.
+
+    In layers whose calls take slots, a row refers to its request's slot in `slots`, and a row of padding to none. In
+    all other layers, a row holds the state.
 
     A decoding step computes the first n rows, where n is one of few batch sizes, and overwrites them in place. A
     request that joins is copied to a free row, and one that leaves frees its row; no other row is copied. Only when a
@@ -32,11 +36,15 @@ class StatePool:
 
     Attributes:
         cache: the states of all rows.
+        slots: the states in layers whose calls take slots, of all requests and not only of those that decode.
     """
 
     def __init__(self, model: Any):
         self.model = model
         self.cache: HybridCache = model.make_cache()
+        self.slots = SlotPool(model, self._drop_steps)
+        # the slot of each row, −1 for padding; int32, as decoding kernels take it
+        self._row_slots = torch.empty(0, dtype=torch.int32, device=model.device)
         # number of tokens in each row, those of padding included
         self._lengths: list[int] = []
         # the row of each request of the latest step, in the order of its tokens, and the rows as a tensor
@@ -57,6 +65,11 @@ class StatePool:
     def rows(self) -> list[int]:
         """The row of each request of the latest step, in the order of its tokens."""
         return [*self._rows.values()]
+
+    @property
+    def allocated_nbytes(self) -> int:
+        """Number of allocated bytes."""
+        return self.cache.allocated_nbytes + self.slots.nbytes
 
     def continues(self, requests: list[str]) -> bool:
         """Return whether these requests are those of the latest step, in its order, and their rows have memory."""
@@ -85,7 +98,7 @@ class StatePool:
             for x in moved:
                 sources.setdefault(id(requests[x][0]), (requests[x][0], []))[1].append(x)
             for cache, names in sources.values():
-                self._write([rows[x] for x in names], (cache, [requests[x][1] for x in names]))
+                self._write([rows[x] for x in names], (cache, [requests[x][1] for x in names]), names)
             self._write(emptied)
             for row in emptied:
                 self._lengths[row] = 0
@@ -117,14 +130,14 @@ class StatePool:
 
     def _grow(self, rows: int, longest: int, like: tuple[HybridCache, int] | None = None) -> None:
         """Allocate at least `rows` rows, for sequences of more than `longest` tokens; `like`: an existing state."""
-        # drop the graphs with the memory pool of their temporary tensors, because torch captures nothing in an old pool
-        self._views, self._key, self._capture = {}, None, None
+        self._drop_steps()
         cache, capacity = self.cache, self.cache.capacity
         if like is not None and not cache.is_initialized:
-            cache.gather_rows([(like[0], [like[1]])], [longest])
+            cache.gather_rows([(like[0], [like[1]])], [longest], shared=True)
         if rows > len(self._lengths):
             rows = 1 << (rows - 1).bit_length()
-            cache._change_batch(lambda x: _with_rows(x, rows), rows)
+            self._refer_to_slots(rows)
+            cache._change_batch(lambda x: with_rows(x, rows), rows)
             self._lengths += [0] * (rows - len(self._lengths))
         cache.loosen()
         cache.length = cache.past = longest
@@ -134,14 +147,30 @@ class StatePool:
             mixer.prepare_steps(state)
         cache.fix(capacity if longest < capacity else steps.new_capacity(capacity), spare=SPARE)
 
-    def _write(self, rows: list[int], source: CacheRows | None = None) -> None:
-        """Overwrite rows of the pool by those of another cache, or by zeros."""
+    def _drop_steps(self) -> None:
+        """Drop the graphs, and the memory pool of their temporary tensors, because torch captures nothing in an old
+        pool."""
+        self._views, self._key, self._capture = {}, None, None
+
+    def _refer_to_slots(self, rows: int) -> None:
+        """Let layers whose calls take slots refer to those of the first `rows` rows."""
+        self._row_slots = torch.full((rows,), -1, dtype=torch.int32, device=self.model.device)
+        for i, pool in self.slots.layers.items():
+            parts = {name: part.in_slots(self._row_slots) for name, part in pool.parts.items()}
+            self.cache.layers[i] = LayerState(**parts)
+
+    def _write(self, rows: list[int], source: CacheRows | None = None, requests: Sequence[str] = ()) -> None:
+        """Overwrite rows of the pool by those of another cache, of these requests, or by zeros."""
         if not rows:
             return
         targets, picked = (to_device(x, self.model.device, torch.int64) for x in (rows, source[1] if source else ()))
         if source is not None:
             source[0]._check_whole()
+            if self.slots.layers:
+                self.slots.store(requests, source)
         for i, layer in enumerate(self.cache.layers):
+            if i in self.slots.layers:
+                continue
             for name, part in layer.parts.items():
                 part.write_rows(targets, source and source[0].layers[i].parts[name], picked)
 
@@ -155,6 +184,10 @@ class StatePool:
         self._index = to_device([*rows.values()], self.model.device)
         assert self.cache._fixed_lengths is not None
         self.cache._fixed_lengths.copy_(to_device(self._lengths, self.model.device))
+        if self.slots.layers:
+            of_rows = dict(zip(rows.values(), self.slots.assign([*rows]), strict=True))
+            of_all = [of_rows.get(row, -1) for row in range(len(self._row_slots))]
+            self._row_slots.copy_(to_device(of_all, self.model.device))
         if self._key is None or self.batch != batch or self._key[0] != self._addresses():
             key = self._present_key()
             if key != self._key:
@@ -170,8 +203,10 @@ class StatePool:
             parts = [{name: copy.copy(part) for name, part in layer.parts.items()} for layer in self.cache.layers]
             view.layers, view._batch = [LayerState(**x) for x in parts], batch
             map_all(view.layers, lambda x: x[:batch])
+            for part in view._parts():
+                part.slots = None if part.slots is None else part.slots[:batch]
             assert self.cache._fixed_lengths is not None
-            view._fixed_lengths, view._equal = self.cache._fixed_lengths[:batch], False
+            view._fixed_lengths, view._equal, view._limit = self.cache._fixed_lengths[:batch], False, 0
             if self._captures():
                 view.steps = Steps(self.model, view)
                 captured = CapturedSteps(self.model.step_store, None, view.capacity, [], batch, self.model.device)
@@ -198,9 +233,3 @@ def _batch_size(requests: int) -> int:
     """Round up to a power of two or, from 48 on, to 1.5 times a power of two; kernels prefer multiples of 16."""
     power = 1 << (requests - 1).bit_length()
     return 3 * power // 4 if power > 32 and requests <= 3 * power // 4 else power
-
-
-def _with_rows(x: Tensor, rows: int) -> Tensor:
-    grown = x.new_zeros(rows, *x.shape[1:])
-    grown[: len(x)] = x
-    return grown

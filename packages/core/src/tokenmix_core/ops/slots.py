@@ -146,17 +146,21 @@ def at_slots(
 ) -> Tensor:
     """Return the outputs of the reference `step(*rows, *states)`, which overwrites its states, on slots of pools.
 
-    The step gets neither padded rows nor slots that no row names. Without slots, it gets the tensors as they are.
+    The step gets neither padded rows nor slots that no row names: instead of padding, it gets the first other row
+    again, whose state is then stored several times. This needs no synchronisation. Without slots, the step gets the
+    tensors as they are.
     """
     if slots is None:
         return step(*rows, *pools)
-    (live,) = torch.where(slots >= 0)
-    index = slots[live].long()
+    live = slots >= 0
+    source = torch.where(live, torch.arange(len(slots), device=slots.device), live.int().argmax())
+    index = slots[source].clamp(min=0).long()
     held = [pool[index] for pool in pools]
-    o = step(*(None if x is None else x[live] for x in rows), *held)
+    o = step(*(None if x is None else x[source] for x in rows), *held)
     for pool, x in zip(pools, held, strict=True):
-        pool.index_copy_(0, index, x)
-    return o.new_zeros(len(slots), *o.shape[1:]).index_copy_(0, live, o)
+        # if all rows are padding, no slot changes
+        pool.index_copy_(0, index, torch.where(live.any(), x, pool[index]))
+    return o.masked_fill(~live.view(-1, *[1] * (o.dim() - 1)), 0)
 
 
 def scan_at_slots(run: Callable[[Tensor], ScanOutput], pool: Pool) -> Tensor:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from tokenmix_core.modeling.prefixes import Prefixes
 from tokenmix_core.modeling.request_states import Chunk, RequestStates
+from tokenmix_core.nn.state import StatePart
 from tokenmix_core.testing.closeness import relative_error
 from tokenmix_core.testing.fake_cuda_graph import graphs_everywhere
 
@@ -88,8 +89,9 @@ class _Schedule:
                 if action:
                     getattr(self, f"_{action}")(name)
             self._poison()
-        held = states.prefixes
+        held, pool = states.prefixes, states._pool
         states.clear()
+        assert pool is None or not pool.slots.owned, self.name
         left = states.allocated_nbytes, len(states._tokens), len(states._settings), len(held._requests)
         assert not any(left), (self.name, left)
         assert held.nbytes == sum(x.allocated_nbytes for x in held._held.values()) <= held.budget, self.name
@@ -156,7 +158,7 @@ class _Schedule:
         self.running[name][2] = done
 
     def _poison(self) -> None:
-        """Fill with NaN those rows of caches that belong to no request."""
+        """Fill with NaN those rows of caches, and those slots, that belong to no request."""
         owned: dict[int, tuple[Any, set[int]]] = {}
         for cache, row in self.states._rows.values():
             owned.setdefault(id(cache), (cache, set()))[1].add(row)
@@ -164,6 +166,16 @@ class _Schedule:
             free = [row for row in range(cache.batch_size) if row not in rows]
             for layer in cache.layers if free else ():
                 for part in layer.parts.values():
-                    for x in part.tensors:
-                        if x.is_floating_point():
-                            x[free] = float("nan")
+                    if part.slots is None:
+                        _fill_with_nan(part, free)
+        pool = self.states._pool
+        if pool is not None:
+            for layer in pool.slots.layers.values():
+                for part in layer.parts.values():
+                    _fill_with_nan(part, pool.slots.free)
+
+
+def _fill_with_nan(part: StatePart, rows: list[int]) -> None:
+    for x in part.tensors:
+        if x.is_floating_point():
+            x[rows] = float("nan")

@@ -124,18 +124,16 @@ class StatePart:
             held.views.add(held)
         return held
 
-    def gather_rows(self, sources: Sequence[tuple[StatePart, Sequence[int]]], *, shared: bool = False) -> None:
-        """Replace the contents by copies of the rows that `sources` lists from other states of the same layer.
+    def share_rows(self, sources: Sequence[tuple[StatePart, Sequence[int]]]) -> None:
+        """Refer to the slots of the rows that `sources` lists from other states in slots of one pool."""
+        slots = [part.slots[list(rows)] for part, rows in sources if part.slots is not None]
+        vars(self).update(vars(sources[0][0].in_slots(torch.cat(slots))))
+        if self.views is not None:
+            self.views.add(self)
 
-        If `shared`, and all are in slots of a pool, refer to their slots instead.
-        """
+    def gather_rows(self, sources: Sequence[tuple[StatePart, Sequence[int]]]) -> None:
+        """Replace the contents by copies of the rows that `sources` lists from other states of the same layer."""
         held = [(part, list(rows)) for part, rows in sources]
-        if shared and all(part.slots is not None for part, _ in held):
-            slots = [part.slots[rows] for part, rows in held if part.slots is not None]
-            vars(self).update(vars(held[0][0].in_slots(torch.cat(slots))))
-            if self.views is not None:
-                self.views.add(self)
-            return
         written = next((part for part, _ in held if part.tensors), None)
         if written is None:
             self.clear()
