@@ -105,7 +105,11 @@ def ssd_forward_kernel(
         p_o = o + o_t * HV * V + o_i[:, None] * (HV * V) + o_v[None, :]
         tl.store(p_o, b_o.to(o.dtype.element_ty), mask=m_t[:, None])
 
-        b_w = (b_x * tl.exp2(b_total - b_b)[:, None]).to(b_v.dtype)
+        # the weights of v are computed from v itself, so that the state's operand is rounded once
+        b_weight = tl.exp2(b_total - b_b)
+        if dt is not None:
+            b_weight *= b_dt
+        b_w = (b_v * b_weight[:, None]).to(b_v.dtype)
         b_s = tl.dot(tl.trans(b_k), b_w, b_s * tl.exp2(b_total), input_precision=FLOAT32_DOT)
     if slots is not None:
         tl.store(final_state + o_final, b_s, mask=o_k[:, None] < tl.where(ends & (slot >= 0), K, 0))
