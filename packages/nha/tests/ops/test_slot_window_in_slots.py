@@ -15,11 +15,15 @@ from tokenmix_nha.ops import (
 )
 from tokenmix_nha.ops.slot_window import tuning
 
+ON_GPU = torch.cuda.is_available()
+ON_HOPPER = ON_GPU and torch.cuda.get_device_capability()[0] == 9
 # the interpreter has no bfloat16
-DTYPES = (torch.float32, torch.bfloat16) if torch.cuda.is_available() else (torch.float32,)
+FORMS = [("triton", torch.float32)]
+FORMS += [("triton", torch.bfloat16)] * ON_GPU + [("gluon", torch.bfloat16)] * ON_HOPPER
 # the slots of five sequences, in a pool of eight; the first sequence has none, and the second is fresh
 SLOTS, FRESH = (-1, 6, 3, 0, 5), (False, True, False, False, False)
-RAGGED = [0, 9, 27, 27, 61, 66]
+# kernels have chunks of 16 tokens in float32, and of 64 in 16 bits
+RAGGED = [n * (7 if ON_GPU else 1) for n in (0, 9, 27, 27, 61, 66)]
 KERNELS = dict(HQ=2, H=1, K=64, V=64, M=16)
 CASES = {
     "a window": (dict(window=7), None),
@@ -95,10 +99,10 @@ def compared(state: SlotWindowState, kept: list[int]) -> dict[str, torch.Tensor]
 
 
 @pytest.mark.operation
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("form", "dtype"), FORMS, ids=str)
 @pytest.mark.parametrize("index", [torch.int32, torch.int64], ids=["int32", "int64"])
 @pytest.mark.parametrize("case", CASES)
-def test_a_ragged_prefill_in_slots_equals_a_call_on_states(case, index, dtype, device, override):
+def test_a_ragged_prefill_in_slots_equals_a_call_on_states(case, index, form, dtype, device, override):
     sizes, patch = CASES[case]
     if patch is not None:
         patch(override)
@@ -111,7 +115,7 @@ def test_a_ragged_prefill_in_slots_equals_a_call_on_states(case, index, dtype, d
     wanted_o, wanted = slot_window_attention(**exact, window=window, initial_state=before, impl="reference", **options)
     slots = torch.tensor(SLOTS, dtype=index, device=device)
     results = []
-    for impl in ("triton", "reference"):
+    for impl in (form, "reference"):
         pool, memory = pool_of(state)
         fresh = torch.tensor(FRESH, device=device)
         o = slot_window_attention_prefill(**x, state=pool, slots=slots, fresh=fresh, impl=impl, **options)
