@@ -194,3 +194,10 @@ def test_pools_that_are_not_contiguous_within_a_slot_are_refused():
     state = SlotWindowState.zeros(8, 1, 16, 64, 64, 5)
     wide = torch.zeros(8, 1, 16, 128)[..., :64]
     refused({"state": state._replace(slots_v=wide)}, "state.slots_v must be contiguous within a slot")
+
+
+@pytest.mark.operation
+def test_kernels_refuse_slots_that_are_not_aligned():
+    state = SlotWindowState.zeros(8, 1, 16, 64, 64, 5)
+    odd = torch.zeros(8, 5 * 64 + 1)[:, : 5 * 64].view(8, 5, 1, 64)
+    refused({"state": state._replace(k=odd), "impl": "triton"}, "slots of state.k must begin at multiples of 16 bytes")

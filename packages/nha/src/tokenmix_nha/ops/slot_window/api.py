@@ -25,7 +25,7 @@ from tokenmix_core.ops import (
 )
 from tokenmix_nha.ops.forget_gates.api import check_normalizer, log_forget_gates_reference
 from tokenmix_nha.ops.slot_window import reference
-from tokenmix_nha.ops.slot_window.checks import check_rest, check_state, logit_scale
+from tokenmix_nha.ops.slot_window.checks import check_alignment, check_rest, check_state, logit_scale
 from tokenmix_nha.ops.slot_window.plan import GLUON, limit
 from tokenmix_nha.ops.slot_window.state import SlotWindowState, last_tokens, prepend
 from tokenmix_nha.ops.slot_window.tuning import slot_tile
@@ -283,6 +283,8 @@ def _check_prefill(
     check_dtype(op, (torch.bool,), fresh=fresh)
     check_state(op, {name: size for name, size in dims.items() if name != "N"}, q, f, k_slots, held, "S")
     check_written(op, slots, **_present(held))
+    if backend != "reference":
+        check_alignment(op, held)
     return backend, factor
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from tokenmix_core.kernels import is_plain
 from tokenmix_core.ops import bind_shapes, check_dtype, check_multiple, check_same_dtype, check_scale
 from tokenmix_nha.ops.slot_window.state import SlotWindowState
 
@@ -74,3 +75,11 @@ def check_state(
     check_dtype(op, (torch.int32,), **{"state.length": state.length})
     check_same_dtype(op, q=q, **{f"state.{name}": got[name] for name in ("k", "v", "k_slots")})
     check_dtype(op, (wide if f is None else f.dtype,), **{"state.f": state.f})
+
+
+def check_alignment(op: str, pool: SlotWindowState) -> None:
+    """Raise a ValueError unless all slots of a pool, except lengths, begin at multiples of 16 bytes."""
+    for name, x in pool._replace(length=None)._asdict().items():
+        if x is not None and (x.stride(0) * x.element_size() % 16 or (is_plain(x) and x.data_ptr() % 16)):
+            apart = f"they are {x.stride(0)} elements apart"
+            raise ValueError(f"{op}: slots of state.{name} must begin at multiples of 16 bytes; {apart}")

@@ -138,7 +138,8 @@ def ring_rows(p, o_t, stride, p_ring, seen, before):
     """Return pointers to rows `o_t` of a sequence's keys, values or gates, of which the first `before` rows are in a
     ring buffer: token j, of the `seen` earlier ones, has row j mod `before` there."""
     in_ring = p_ring + ((seen + o_t) % before).to(tl.int64) * stride
-    return tl.where(o_t < before, in_ring, p + o_t.to(tl.int64) * stride)
+    # Triton 3.9 does not see that rows from both tensors begin at multiples of 16 bytes
+    return tl.multiple_of(tl.where(o_t < before, in_ring, p + o_t.to(tl.int64) * stride), 16)
 
 
 @triton.jit

@@ -91,6 +91,8 @@ def row_pointers(p_x, o_t, stride, ring):
     if ring.tensor is not None:
         o_ring = ((ring.seen + o_t) % ring.before).to(gl.int64) * stride
         p_rows = gl.where(o_t < ring.before, ring.tensor + (ring.slot * ring.stride + ring.offset + o_ring), p_rows)
+        # Triton 3.9 does not see that rows from both tensors begin at multiples of 16 bytes
+        p_rows = gl.multiple_of(p_rows, 16)
     return p_rows
 
 
