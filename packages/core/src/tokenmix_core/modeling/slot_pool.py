@@ -9,6 +9,7 @@ from weakref import WeakSet
 import torch
 from torch import Tensor
 
+from tokenmix_core.kernels.launch.async_read import to_device
 from tokenmix_core.modeling.cache import CacheRows, HybridCache
 from tokenmix_core.nn.mixer import Mixer
 from tokenmix_core.nn.plain import modules_of
@@ -81,7 +82,7 @@ class SlotPool:
         """
         if not self.layers:
             return
-        slots = torch.tensor(self.assign(requests), device=self.model.device)
+        slots = to_device(self.assign(requests), self.model.device)
         fresh = torch.ones_like(slots, dtype=torch.bool) if begin else None
         for i, pool in self.layers.items():
             if not begin:
@@ -90,14 +91,14 @@ class SlotPool:
 
     def store(self, requests: Sequence[str], source: CacheRows) -> None:
         """Copy the states of requests, rows of a cache, to their slots, unless they are there already."""
-        slots = torch.tensor(self.assign(requests), device=self.model.device)
+        slots = to_device(self.assign(requests), self.model.device)
         for i in self.layers:
             self._store(i, slots, source[0].layers[i], source[1])
 
     def _store(self, layer: int, slots: Tensor, state: LayerState, rows: Sequence[int]) -> None:
         for name, part in self.layers[layer].parts.items():
             if state.parts[name].slots is None:
-                part.write_rows(slots, state.parts[name], torch.tensor([*rows], device=slots.device))
+                part.write_rows(slots, state.parts[name], to_device([*rows], slots.device, torch.int64))
 
     def _grow(self, requests: int) -> None:
         """Allocate slots for at least this number of requests."""
