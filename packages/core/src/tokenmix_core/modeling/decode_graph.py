@@ -155,7 +155,10 @@ class Steps:
         return _rounded_up(past + max(_LEAST_CAPACITY, past // 2))
 
     def new_capacity(self, outgrown: int) -> int:
-        """Return the capacity of new storage: if they take few bytes, at least twice the `outgrown` tokens."""
+        """Return the capacity of new storage: that of `_capacity`, or more if the larger storage takes few bytes.
+
+        The larger storage holds at least 1,024 tokens and twice the `outgrown` ones.
+        """
         capacity = max(wanted := self._capacity(), _USUAL_CAPACITY, 2 * outgrown)
         bounds = (capacity, self.cache.batch_size, self.model.dtype)
         parts = (part for layer in self.cache.layers for part in layer.parts.values())

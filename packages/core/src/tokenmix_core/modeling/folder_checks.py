@@ -75,14 +75,15 @@ def read_header(path: Path) -> dict[str, dict[str, Any]]:
 
 
 def check_model_folder(folder: Path) -> dict[str, str]:
-    """Check configuration, index and file headers of a model's folder.
+    """Check configuration, index and file headers of a model's folder; check nothing if it has no config.json.
 
     Returns:
         The dtypes of tensors that are not floating-point numbers, by name; empty if the weights are quantized.
 
     Raises:
-        ValueError: the configuration is not a dictionary or has implausible sizes, the index names files outside the
-            folder, a file is damaged, or the weights are far too small for the configuration.
+        ValueError: the configuration is not a dictionary or has implausible sizes or wrong types, the index names
+            missing files or files outside the folder, a file is damaged, or the weights are far too small for the
+            configuration.
     """
     path = folder / "config.json"
     if not path.is_file():

@@ -2,8 +2,9 @@
 
 `generate` is transformers'. On CUDA, two things change. A call of the model with one new token of each sequence runs on
 fixed storage (`Steps`), in every decoding method, including beam search and third-party loops. Greedy decoding and
-sampling also select tokens and check for the end on the device, and the host synchronises every 16 tokens, whereas
-transformers' loop synchronises at every token.
+sampling also select tokens and check for the end on the device, and the host synchronises every 16 tokens, or at every
+token if the caller keeps the cache. Calls that this loop does not support run in transformers' loop, which synchronises
+at every token.
 """
 
 from __future__ import annotations
@@ -96,7 +97,7 @@ class GeneratesInSteps:
         return {name: x for name, x in inputs.items() if x is not None}
 
     def step_output(self, logits: Tensor, cache: HybridCache) -> Any:
-        """Wrap logits `[N, 1, vocab]` of a replayed step in the output class of the model's `forward`."""
+        """Wrap logits `[N, 1, vocab]` of a decoding step in the output class of the model's `forward`."""
         return CausalLMOutputWithPast(logits=logits, **{CACHE: cache})  # type: ignore[arg-type]
 
     @functools.wraps(GenerationMixin.generate)  # pyright: ignore[reportAttributeAccessIssue]

@@ -75,7 +75,11 @@ def round_up(
 
 
 def can_round(modules: Iterable[nn.Module], input_ids: Tensor) -> bool:
-    """True if appended tokens have no visible effect: in eager mode, on a GPU, without hooks, if mixers allow them."""
+    """True if appended tokens have no visible effect and save time.
+
+    This requires eager mode, a GPU, the launch cache, modules of known libraries without hooks, and mixers that allow
+    appended tokens.
+    """
     if not (flags.on and is_plain(input_ids) and on_gpu(input_ids)) or compat.watches_all_modules():
         return False
     return all(_is_known(type(x)) and not has_hooks(x) and takes_more_tokens(x) for x in modules)

@@ -256,7 +256,10 @@ def token_positions(
 
 
 def cu_seqlens_where(begins: Bool[Tensor, "T_minus_1"], tokens: int) -> Int[Tensor, "N_plus_1"] | None:
-    """Return the boundaries of documents that begin where `begins` is True; None if none does. Waits for the device."""
+    """Return the boundaries of documents; `begins[i]` is True if one begins at token i + 1.
+
+    Returns None if `begins` is nowhere True. Waits for the device. Under torch.compile it does neither.
+    """
     starts = begins.nonzero().squeeze(1) + 1
     # in a compiled graph the host cannot wait
     if not torch.compiler.is_compiling() and not len(starts):

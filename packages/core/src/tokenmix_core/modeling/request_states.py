@@ -234,7 +234,10 @@ class RequestStates:
         return self._pool
 
     def _idle_pool(self) -> StatePool | None:
-        """Return the pool that an earlier engine left with the model; None if there is none or it does not fit."""
+        """Take the pool that an earlier engine left with the model; None if there is none.
+
+        A pool that does not fit is dropped, which also gives None.
+        """
         store = self.model.step_store
         pool, store.pool = store.pool, None
         return pool if pool is not None and pool.is_usable() else None

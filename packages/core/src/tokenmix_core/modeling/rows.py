@@ -18,7 +18,7 @@ from tokenmix_core.nn.state import Span
 def keeps_rows(model: nn.Module, span: Span) -> bool:
     """True if the call has padding to remove and a module has hooks or a `forward` set on it, which expect whole rows.
 
-    Checks all modules, once for each call with padding.
+    Checks all modules, once for each call with padding. False under torch.compile.
     """
     if span.mask is None or span.keeps_padding or torch.compiler.is_compiling():
         return False

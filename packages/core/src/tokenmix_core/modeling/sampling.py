@@ -1,4 +1,4 @@
-"""Sample on the device: turn logits into tokens and append them, until all sequences have ended."""
+"""Sample on the device: turn logits into tokens, append them, and note which sequences have ended."""
 
 from __future__ import annotations
 

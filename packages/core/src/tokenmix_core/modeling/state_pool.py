@@ -91,7 +91,7 @@ class StatePool:
         if batch > len(self._lengths) or longest >= self.cache.capacity:
             self._grow(batch, longest, next(iter(requests.values())))
         self._stale = (self._stale | {*self._rows.values()}).difference(rows.values())
-        # empty rows that a request has left, and rows of padding that are longer than all requests
+        # rows to be emptied: those that a request has left, and those of padding that are longer than all requests
         emptied = [row for row in free[len(moved) :] if row in self._stale or self._lengths[row] > longest]
         if [*rows.items()] != [*self._rows.items()] or moved or emptied:
             sources: dict[int, tuple[HybridCache, list[str]]] = {}
@@ -177,7 +177,8 @@ class StatePool:
     def _changed(self, rows: dict[str, int], emptied: Sequence[int] = ()) -> None:
         """Use these rows from now on, with the present lengths, and new graphs if these must change.
 
-        Weights and settings are compared if the batch size changes, because this takes milliseconds.
+        Weights and settings are compared only if the batch size or the states' addresses change, because a comparison
+        takes milliseconds.
         """
         batch, self._rows = self.batch, rows
         self._stale.difference_update(emptied)

@@ -22,7 +22,7 @@ from tokenmix_core.parallel import attention, current_shard, gather_rows
 
 
 class Attention(Mixer):
-    """o = W_o softmax(scale · R(q) R(k)ᵀ) v, where R rotates each q and k by its token's position.
+    """Causal attention: W_o softmax(R(q) R(k)ᵀ / √K) v, where R rotates each q and k by its token's position.
 
     Args:
         hidden_size: D.
@@ -39,7 +39,8 @@ class Attention(Mixer):
         impl: implementation of the operation, as for `tokenmix_core.ops.attention`.
 
     Raises:
-        ValueError: head counts that do not divide D or each other, an odd rotated head size, a window below 1.
+        ValueError: head counts that do not divide D or each other, an odd rotated head size, a window below 1, sinks
+            below 0 or without a window.
     """
 
     takes_more_tokens = True

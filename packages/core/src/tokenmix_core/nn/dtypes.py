@@ -29,7 +29,7 @@ def has_float32_output(x: Tensor) -> bool:
 
 
 class KeepsFloat32(nn.Module):
-    """Base class whose parameters and buffers named in `float32` stay float32 when the module is converted to bfloat16.
+    """Base class whose parameters and buffers named in `float32` stay float32 when the module is converted to 16 bits.
 
     In bfloat16, decay rates would change by whole percents and rotary angles by whole positions.
     """

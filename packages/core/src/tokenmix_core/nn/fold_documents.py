@@ -24,7 +24,7 @@ def as_one_sequence(
     the returned boundaries are those of one sequence. Several documents then share a chunk, whereas separate documents
     would each cost at least a full chunk, and no final states are written. A NaN or infinity in one document then also
     reaches later documents. In all other cases, and under torch.compile (which would trace one graph for each case),
-    both arguments are returned unchanged.
+    `g` and `cu_seqlens` are returned unchanged.
 
     Args:
         g: natural logarithms of the decays, float32.

@@ -44,7 +44,7 @@ class GatedDeltaNet(Mixer):
             sequences; single tokens and the convolution then take the default.
 
     Raises:
-        ValueError: head counts that do not divide, or sizes that are not integers.
+        ValueError: head counts that do not divide, sizes that are not positive integers, or K above 256.
     """
 
     takes_more_tokens = True
@@ -174,7 +174,10 @@ class GatedDeltaNet(Mixer):
         return projected(x, self.q_proj, self.k_proj, self.v_proj, self.a_proj, self.b_proj, self.g_proj)
 
     def _in_one_launch(self, x: Tensor) -> bool:
-        """True if one kernel can compute everything between the input and the output projections of a decoding step."""
+        """True if one kernel can compute everything between the input and the output projections of a decoding step.
+
+        Warns once if only a hook, an adapter or another class of tensors prevents this.
+        """
         if self.impl == "reference" or not (x.is_cuda or self.impl == "triton"):
             return False
         plain = is_plain(ShortConv, self.q_conv, self.k_conv, self.v_conv)

@@ -196,7 +196,7 @@ def _eager_gradient_(logits: Tensor, words: int, labels: Tensor, ignore_index: i
     lse = wide.logsumexp(1, keepdim=True)
     loss = ((lse - wide.gather(1, target)) * counts).sum()
     if wanted:
-        # softmax − onehot; this overwrites the logits themselves if they are float32
+        # softmax − onehot; this overwrites the logits themselves if they are float32 or float64
         wide.sub_(lse).exp_().mul_(counts)
         wide.scatter_add_(1, target, -counts.to(wide.dtype))
         logits[:, :words] = wide

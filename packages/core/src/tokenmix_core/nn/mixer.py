@@ -109,7 +109,7 @@ class Mixer(KeepsFloat32):
             lengths: returns the length of each sequence, or a single one if all are equal.
 
         Returns:
-            A tensor of constant shape, or another value; one graph is captured for each of these values.
+            A tensor of constant shape, or a value that is no tensor; one graph is captured for each such value.
         """
         return value
 

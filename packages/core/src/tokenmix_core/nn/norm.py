@@ -15,7 +15,7 @@ from tokenmix_core.ops.fused.rms_norm import GatePosition
 class RMSNorm(nn.Module):
     """y = x / √(mean(x²) + eps) · weight over the last dimension, computed in float32.
 
-    y has the dtype in which the next matmul reads it: x's dtype, or under autocast autocast's dtype.
+    y has the dtype in which the next matmul reads it: autocast's dtype for a float32 x under autocast, else x's dtype.
 
     Args:
         size: length of the last dimension.

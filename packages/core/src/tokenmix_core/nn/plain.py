@@ -22,7 +22,7 @@ def is_plain(kind: type[nn.Module] | tuple[type[nn.Module], ...], *modules: nn.M
     The class of a plain module is exactly `kind`, or one of the tuple `kind`: adapters, quantised layers and
     parametrisations have other classes. A plain module has no hooks, no `forward` set on the object (accelerate's
     offloading sets one) and only plain tensors, none of them on the meta device. None stands for an absent module and
-    is plain.
+    is plain. While torch has hooks for all modules, no module is plain.
 
     Every fused path asks this function first; if it returns False, the path calls the modules. It takes about 1 µs per
     module.

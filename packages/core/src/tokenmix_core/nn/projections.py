@@ -233,7 +233,7 @@ def _(a, b):
 
 
 def _matmul(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the matmul a b in `dtype`; for a float32 `dtype`, the sums of a 16-bit GEMM are returned unrounded.
+    """Return the matmul a b in `dtype`; for a float32 `dtype`, a 16-bit GEMM on a GPU returns its sums unrounded.
 
     Under torch.compile the sums are rounded to 16 bits, as in torch's layers.
     """
@@ -248,7 +248,7 @@ def is_plain_linear(layer: nn.Module) -> bool:
 
 
 def is_sharded_linear(layer: nn.Module) -> bool:
-    """True if FSDP2 shards `layer`, which is otherwise plain and has no hooks but FSDP2's."""
+    """True if FSDP2 shards `layer`, which is otherwise a plain Linear without bias, with no hooks but FSDP2's."""
     hooks = len(layer._forward_pre_hooks), len(layer._forward_hooks), len(layer._backward_hooks)
     own = type(layer).__name__ == "FSDPLinear" and type(layer).__bases__[-1] is nn.Linear
     return own and hooks == (1, 1, 0) and layer.bias is None and "forward" not in layer.__dict__

@@ -31,7 +31,7 @@ def known_mixers() -> list[str]:
 
 
 def find_mixer(name: str) -> type[Mixer]:
-    """Return the mixer registered under a name.
+    """Return the mixer registered under a name; import the installed package that registers it, if necessary.
 
     Raises:
         ValueError: an unknown name.

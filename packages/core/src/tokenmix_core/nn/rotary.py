@@ -67,7 +67,7 @@ def check_rope(rope_parameters: dict[str, Any]) -> None:
 
 
 class Rotation(NamedTuple):
-    """Cosines and sines of the angles of each token, float32 `[B or 1, T, dim / 2]`."""
+    """Cosines and sines of each token's angles, times the factor of `rope_frequencies`; float32 `[B or 1, T, dim / 2]`."""
 
     cos: Tensor
     sin: Tensor

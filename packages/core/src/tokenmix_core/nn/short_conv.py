@@ -120,7 +120,9 @@ def convolved(
     cu_seqlens: Int[Tensor, "N_plus_1"] | None = None,
     step: bool = False,
 ) -> tuple[Tensor, ...]:
-    """Return each convolution's output for its x, by one launch if the convolutions differ only in their channels.
+    """Return each convolution's output for its x, by one launch if all are plain and alike except in their channels.
+
+    With biases, or with a state for only some of them, each convolution takes a launch of its own.
 
     Either every convolution has a state or none has; states are updated as by `ShortConv`. `step`: each row has one
     token, which continues its state.

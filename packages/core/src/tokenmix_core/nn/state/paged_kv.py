@@ -43,8 +43,8 @@ class PagedKVState(StatePart):
     the table's last column, so that every decoding step runs the same kernels.
 
     The device holds the lengths. The host holds upper bounds of the pages in use, which each call raises without a
-    synchronisation. If a bound exceeds the allocated memory, the host reads the true number from the device, and
-    allocates a tenth more pages, at least one more for each head.
+    synchronisation. If a bound exceeds the allocated memory, the host reads the true number from the device. If that
+    exceeds the memory too, the host allocates a tenth more pages than it, at least one more for each head.
 
     Args:
         heads: H.
@@ -107,7 +107,8 @@ class PagedKVState(StatePart):
             k, v: keys and values of the tokens, T = runs · page.
             take: True if the head retains the run.
             known: upper bounds of the pages in use after the call, if the caller knows any. With None, the host reads
-                the number of pages from the device if memory for all runs is not allocated (except at the first write).
+                the number of pages from the device if memory for all runs is not allocated, except at the first write
+                and in fixed memory.
         """
         k, v = k.detach(), v.detach()
         runs = take.shape[1]
@@ -206,7 +207,7 @@ class PagedKVState(StatePart):
         return Bounds(0, batch_size * (seq_len * token + self.heads * torch.int32.itemsize))
 
     def held(self, seq_len: int) -> int:
-        """Return the bytes of the stored tokens, without page tables; waits for the device."""
+        """Return the bytes of the stored tokens and of the lengths, without page tables; waits for the device."""
         if self._stored is None:
             return 0
         token = (self.key_size + self.value_size) * self.keys.element_size()
