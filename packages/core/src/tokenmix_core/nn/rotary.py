@@ -67,7 +67,10 @@ def check_rope(rope_parameters: dict[str, Any]) -> None:
 
 
 class Rotation(NamedTuple):
-    """Cosines and sines of each token's angles, times the factor of `rope_frequencies`; float32 `[B or 1, T, dim / 2]`."""
+    """Cosines and sines of each token's angles, float32 `[B or 1, T, dim / 2]`.
+
+    Both include the factor that `rope_frequencies` returns.
+    """
 
     cos: Tensor
     sin: Tensor

@@ -24,8 +24,8 @@ _LAUNCHED_ON = "cuda"
 def cached_op(name: str, run: Callable, fake: Callable | None = None, *, mutates_args: Iterable[str] = ()) -> Any:
     """Return `run` as a torch custom op whose calls on a GPU go through the launch cache.
 
-    Code that torch.compile generates calls the op as an operator, so compiled calls use the launch cache too.
-
+    Code that torch.compile generates calls the op as an operator, so compiled calls use the launch cache too. On a GPU
+    a call runs again, with portable kernels, if one of its Gluon kernels does not compile.
     Args:
         name: the op's name with its library, such as "tokenmix_core::attention".
         run: the implementation, a function with annotated parameters or a function that `of_fields` has made.

@@ -43,8 +43,9 @@ class Rows(NamedTuple):
 
 
 def rows_of(x: Tensor, dims: int = 1) -> Rows:
-    """Return x as rows that span its last `dims` dimensions, copied only if the rows have no common stride.
+    """Return x as rows that span its last `dims` dimensions.
 
+    x is copied only if the rows have no common stride or the elements of a row are not adjacent.
     A kernel needs no view of a contiguous x, and a view takes CPU time.
     """
     if x.is_contiguous():

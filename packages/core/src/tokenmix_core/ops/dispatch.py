@@ -1,7 +1,8 @@
 """Select the implementation of a call: reference, portable Triton kernels, or Gluon kernels for Hopper.
 
 Gluon is the part of Triton with direct access to WGMMA. It changes between Triton versions: if one of an operation's
-Gluon kernels does not compile, the operation's portable kernels run instead for the rest of the process.
+Gluon kernels does not compile, the operation's portable kernels run instead for the rest of the process, and
+`impl="gluon"` is an error.
 """
 
 from __future__ import annotations

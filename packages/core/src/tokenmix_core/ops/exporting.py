@@ -53,7 +53,7 @@ def exportable(run: Callable, shapes: Callable) -> Callable:
     The operator has no gradient. A process that loads the exported program must import the module that defines `run`.
 
     Args:
-        run: the function; arguments that are None are omitted.
+        run: the function; its arguments are tensors, literals such as numbers, or None. None is omitted.
         shapes: a function of the same arguments that returns uninitialised tensors of the results' shapes and dtypes.
     """
     name, parameters = f"{run.__module__}.{run.__qualname__}", [*inspect.signature(run).parameters]

@@ -1,7 +1,7 @@
 """Kernels of the convolution: forward over whole sequences, and one decoding step that updates the state.
 
-A program is one warp: it scans BT tokens of BD channels with the last W inputs in registers, so it loads each input
-once.
+A program of the forward is one warp: it scans BT tokens of BD channels with the last W inputs in registers, so it loads
+each input once.
 """
 
 # ruff would ask for starred tuples, which Triton does not support

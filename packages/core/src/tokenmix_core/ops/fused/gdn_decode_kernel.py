@@ -81,7 +81,7 @@ def convolve(x, weight, inputs, i_n, i_r, o_d, m_d, stride_x, D, W: tl.constexpr
 
 @triton.jit
 def shift_inputs(x, inputs, i_n, i_r, o_d, m_d, stride_x, D, W: tl.constexpr):
-    """Replace the oldest input in row `i_r` of `inputs` by token `i_n`'s; a barrier separates loads and stores."""
+    """Drop the oldest input in row `i_r` of `inputs`, append token `i_n`'s; a barrier separates loads and stores."""
     p_x = inputs + (i_r * D + o_d) * (W - 1)
     b_x = ()
     for w in tl.static_range(W - 2):

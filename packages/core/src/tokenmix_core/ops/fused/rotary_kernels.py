@@ -1,4 +1,7 @@
-"""Triton kernels of the rotary embedding and its gradients, for eager mode; a program takes a block of heads."""
+"""Triton kernels of the rotary embedding and its gradients, for eager mode.
+
+A program takes a block of heads, or a single head in a decoding step.
+"""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ def swiglu_reference(a: Tensor, b: Tensor) -> Tensor:
 
 
 def swiglu(a: Float[Tensor, "*tokens F"], b: Float[Tensor, "*tokens F"], *, impl: Impl | None = None) -> Tensor:
-    """Return silu(a) · b, computed in float32; a and b are saved for the gradient.
+    """Return silu(a) · b; a and b are saved for the gradient. The kernel computes in float32.
 
     Args:
         a, b: `[*, F]` of one dtype; halves of a wider tensor are not copied.
@@ -50,12 +50,12 @@ def swiglu_linear(
     *,
     impl: Impl | None = None,
 ) -> Float[Tensor, "*tokens D"]:
-    """Return (silu(a) · b) weightᵀ + residual; the gradient saves a and b and recomputes silu(a) · b.
+    """Return (silu(a) · b) weightᵀ + residual; the kernels' gradient saves a, b and weight and recomputes silu(a) · b.
 
     Args:
         a, b, impl: as for `swiglu`.
         weight: `[D, F]` in the dtype of a and b.
-        residual: added to the rounded result, in the dtype of a and b; for one token the matmul's kernel adds it.
+        residual: added to the rounded result, in the dtype of a and b; the matmul's kernel adds it for one 16-bit token.
 
     Raises:
         ValueError: shapes, dtypes or devices do not match.

@@ -81,7 +81,8 @@ def chunk_gated_delta_rule(
             run portable kernels.
 
     Returns:
-        `o [B, T, HV, V]` in v's dtype and `final_state [N, HV, K, V]` in float32.
+        `o [B, T, HV, V]` in v's dtype and `final_state [N, HV, K, V]` in float32 (float64 for float64 inputs, which
+        the reference takes).
 
     Raises:
         ValueError: shapes, dtypes, devices or sizes do not fit; the message has the given and the expected ones.

@@ -27,11 +27,11 @@ GLUON_STEP = GluonForm(
     slower="a little slower where batches are large",
 )
 
-# Minimum fraction of SMs that a wave of the fused backward must fill; below it the two-kernel backward (reverse state
-# scan, then all chunks in parallel) is faster.
+# Minimum fraction of SMs that the waves of the fused backward must fill on average; below it the two-kernel backward
+# (reverse state scan, then all chunks in parallel) is faster.
 _BUSY = 96 / 132
 
-# kernels of a step: portable Triton, Gluon for heads of 64 or 128, or Gluon for larger or unequal heads, in tiles
+# kernels of a step: portable Triton, Gluon for heads of 64 or 128, or Gluon in tiles, also for 256 and unequal heads
 Form = Literal["triton", "gluon", "gluon tiled"]
 
 
@@ -150,6 +150,7 @@ def _busy(programs: int) -> bool:
 def head_parts(k: Tensor, v: Tensor, impl: str | None, chunks_per_write: int = 0) -> int:
     """Return into how many heads of 128 a head of V is split: two for V = 256 with K = 128 in Gluon, else 1.
 
+    If several chunks share a write factor, which only portable kernels take, it is 1, too.
     Columns of the state are independent. Kernels for heads of 128 took two thirds of the time of kernels for 256.
     """
     if k.shape[-1] != 128 or v.shape[-1] != 256 or chunks_per_write > 1:

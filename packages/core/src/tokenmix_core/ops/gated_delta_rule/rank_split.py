@@ -170,7 +170,7 @@ class Spans:
 def rows_per_span(x: Inputs) -> int:
     """Return into how many equal rows of whole chunks each span is cut, so that all rows fit in one wave of programs.
 
-    x has one sequence per span, of a multiple of `CHUNK` tokens.
+    Several rows have at least `LEAST_ROW` tokens each. x has one sequence per span, of a multiple of `CHUNK` tokens.
     """
     spans, tokens, HV, _ = x.v.shape
     most = min(one_wave() // (spans * HV * programs_per_head(x.k, x.v, x.impl)), tokens // LEAST_ROW)
@@ -181,7 +181,7 @@ def rows_per_span(x: Inputs) -> int:
 @Replayed
 @of_fields
 def row_maps(x: Inputs) -> RowMaps:
-    """Return M and L of each row, and the tensors that later passes take; each row of x is one."""
+    """Return M and L of each row, and the tensors that later passes take; each sequence of x is a row."""
     B, T, H, K = x.k.shape
     HV, V = x.v.shape[2:]
     by = plan(x.k, x.v, None, x.qk_l2norm, x.impl, others=(x.q,))
@@ -307,7 +307,8 @@ def scan_rows(
     Args:
         maps: the rows' transitions.
         local: L of each row or, with `reverse`, G.
-        initial: the states before each span `[spans, HV, K, V]`; None for zero.
+        initial: the states before each span `[spans, HV, K, V]` or, with `reverse`, the gradients of the states after
+            it; None for zero.
         compose: append the span's M, as columns from V on. The states before the rows are then of no use.
         reverse: start after the last row of each span, and apply Mᵀ; the results are gradients of the states after each
             row, and of those before each span.

@@ -217,8 +217,9 @@ def pass_back_kernel(
 ):  # fmt: skip
     """Add Mᵀ times the gradient of the state that leaves a segment to the local gradient of its entering state.
 
-    Both gradients are in `passed`, one entry per segment. A local gradient ignores later segments. WRITES is the number
-    of chunks that share a write factor, or 0.
+    Both gradients are in `passed`, one entry per segment. A local gradient ignores later segments. It is complete, and
+    stays unchanged, if the segment's decay is below the limit. WRITES is the number of chunks that share a write
+    factor, or 0.
     """
     BC: tl.constexpr = 128
     i_v, i_nh = tl.program_id(0) % (V // BV), tl.program_id(0) // (V // BV)

@@ -93,7 +93,7 @@ MOST_SAVED_BYTES = 8 << 20
 
 
 def segment_tokens(sequences: int, HV: int, tokens: int, programs: int = 1) -> int:
-    """Return the length in tokens of the segments to split sequences into, a multiple of 64; 0 for no split.
+    """Return the length of the segments to split sequences into, a multiple of 64 from 1,024 tokens on; 0 for no split.
 
     If several `programs` share a value head, segments get longer so that all programs fit in one wave, provided that
     a sequence still has two segments.
