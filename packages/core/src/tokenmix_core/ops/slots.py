@@ -66,7 +66,8 @@ def check_written(op: str, slots: Tensor | None, **written: Tensor) -> None:
     The values of slots are checked only if they are on a CPU: reading them from a GPU would wait for its stream.
 
     Raises:
-        ValueError: a tensor is not contiguous, slots are not integers, a slot does not exist or belongs to two rows.
+        ValueError: a tensor or, with `slots`, a slot of it is not contiguous; slots are not integers; a slot does not
+            exist or belongs to two rows.
     """
     for name, x in written.items():
         if not (x if slots is None else x[:1]).is_contiguous():

@@ -55,7 +55,7 @@ def swiglu_linear(
     Args:
         a, b, impl: as for `swiglu`.
         weight: `[D, F]` in the dtype of a and b.
-        residual: added to the rounded result, in the dtype of a and b; the matmul's kernel adds it for one 16-bit token.
+        residual: added to the rounded result, in the dtype of a and b; for a single 16-bit token the GEMV adds it.
 
     Raises:
         ValueError: shapes, dtypes or devices do not match.

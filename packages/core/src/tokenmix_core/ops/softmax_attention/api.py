@@ -145,7 +145,7 @@ def attention_decode(
         cache_seqlens: tokens in the cache, int32 or int64, on the device of q; the host never reads it on CUDA.
         window, sinks, scale: as in `attention`.
         impl: "triton" (split over the keys, then merged), "reference", or None: "triton" on CUDA up to heads of 256,
-            "reference" otherwise. There is no Gluon kernel: decoding is bound by reading the cache.
+            except for float64, else "reference". There is no Gluon kernel: decoding is bound by reading the cache.
 
     Returns:
         o `[B, TQ, HQ, V]` and lse `[B, TQ, HQ]`; 0 and −∞ for a query before the first token of its sequence.

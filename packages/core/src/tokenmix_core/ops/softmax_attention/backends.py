@@ -131,7 +131,10 @@ def choose_impl(call: Call) -> str:
 
 
 def _is_for_cudnn(call: Call) -> bool:
-    """True for large unpacked calls without a window: cuDNN is faster than other libraries and portable kernels."""
+    """True for large unpacked calls without a window and, if causal, with TQ = TK.
+
+    cuDNN is then faster than portable kernels.
+    """
     plain = call.mask.window is None and not call.packed and call.tq >= _LONG
     plain = plain and (call.tq == call.tk or not call.mask.causal)
     small = call.heads is not None and call.heads * cdiv(call.tq, 64) <= _FEW_BLOCKS and call.head_k <= 128

@@ -15,7 +15,7 @@ from tokenmix_core.ops.softmax_attention.types import Mask, call_of
 
 # our kernels run this number of calls of a shape before cuDNN does; calls are counted for this number of shapes
 _CALLS, _SHAPES = 100, 16
-# maps shapes and dtype to the number of calls, in the order of last use
+# maps shapes, dtype and mask to the number of calls, in the order of last use
 _calls: dict[tuple, int] = {}
 
 

@@ -65,7 +65,7 @@ def window_sides(mask: Mask) -> tuple[int | None, int | None]:
 
 
 def boundaries(q: Tensor, k: Tensor, cu_seqlens: Tensor | None) -> tuple[Tensor | None, int, int]:
-    """Return int32 sequence boundaries, and upper bounds of the lengths of queries and keys.
+    """Return int32 sequence boundaries (None if unpacked), and upper bounds of the lengths of queries and keys.
 
     The bounds are the totals of tokens: reading the exact maximum from the device would synchronise.
     """

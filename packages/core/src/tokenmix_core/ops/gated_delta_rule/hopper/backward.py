@@ -220,8 +220,9 @@ def backward_kernel(
     """Compute all gradients of a segment and value head; `dfinal_state` and `dinitial_state` may be None.
 
     ORDERED: programs take segments in the order of `order`. `passed` holds the gradient of each segment's entering
-    state; the preceding segment's reverse scan starts from it. Without `passed` the scan of a segment starts at the
-    last chunk, of this or a later segment, whose effect on the segment is not negligible.
+    state; the preceding segment's reverse scan starts from it. If the decay of the next segment is negligible, or
+    without `passed`, the scan of a segment starts at the last chunk, of this or a later segment, whose effect on the
+    segment is not negligible.
     """
     dtype: gl.constexpr = q.dtype.element_ty
     shared: gl.constexpr = gl.NVMMASharedLayout(128, 16)

@@ -161,7 +161,8 @@ def backward_chunk_kernel(
     o_qk, o_vo, o_dqk = (first * H + i_hv // group) * K, (first * HV + i_hv) * V, (first * HV + i_hv) * K
     o_s = (i_slot.to(gl.int64) * HV + i_hv) * K * V
 
-    # dO's buffer is reused for E, and to store dQ in halves; dY's buffer is reused for F, and S's buffer for dS'
+    # dO's buffer is reused for E and, if V = 128, to store dQ in halves; dY's buffer is reused for F, and S's buffer
+    # for dS'
     s_q = gl.allocate_shared_memory(dtype, [BT, K], shared)
     s_k = gl.allocate_shared_memory(dtype, [BT, K], shared)
     s_r = gl.allocate_shared_memory(dtype, [BT, V], shared)

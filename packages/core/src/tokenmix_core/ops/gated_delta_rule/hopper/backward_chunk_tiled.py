@@ -70,7 +70,7 @@ def backward_chunk_kernel(
     s_dy = gl.allocate_shared_memory(dtype, [TILES, BT, 64], shared)
     states_2 = gl.allocate_shared_memory(dtype, [2, K, 64], shared)
     # the buffers of dO and dY are reused for E and F, each in two versions: the factor of K in dQ or dK, and the factor
-    # that is transposed and multiplied by Q (E) or K (F)
+    # that is transposed and multiplied by Q (E) or K (F); if V = 64, the second versions need a buffer of their own
     if TILES > 1:
         s_e, s_et, s_f, s_ft = s_do.index(0), s_do.index(1), s_dy.index(0), s_dy.index(1)
     else:

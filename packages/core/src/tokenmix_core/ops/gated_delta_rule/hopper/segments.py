@@ -124,7 +124,7 @@ def reverse_scan_end(p_gates, p_w, stride, end, chunks, length, BOUNDED: gl.cons
 
 @gluon.jit
 def decay_over(p_gates, p_w, stride, first, end, length, layout: gl.constexpr):
-    """Return log2 of the decay over chunks `first` to `end` − 1 of a sequence."""
+    """Return log2 of the decay over chunks `first` to `end` − 1 of a sequence, as a sum of `decay_of`."""
     decay = 0.0
     for i in range(first, end, 128):
         o_c = i + gl.arange(0, 128, layout)
