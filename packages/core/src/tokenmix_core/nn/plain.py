@@ -107,7 +107,10 @@ def refuse_meta(x: Tensor, *modules: nn.Module) -> None:
 
 
 def warn_slower(what: str, modules: Iterable[str]) -> None:
-    """Warn once that the layer or function `what` does not take its fused path, because a named module is not plain."""
+    """Warn once that the layer or function `what` does not take its fused path, because a named module is not plain.
+
+    Under torch.compile there is no warning.
+    """
     if not torch.compiler.is_compiling():
         _warn(
             f"{what}: {' or '.join(modules)} has a hook, an adapter or tensors of another class, so that it is called"

@@ -209,7 +209,7 @@ def short_conv_step(
         o `[B, D]` in x's dtype.
 
     Raises:
-        ValueError: as for `short_conv`.
+        ValueError: as for `short_conv`; or the state is not contiguous, or slots do not fit.
     """
     return _steps([x], [weight], bias, [state], slots, activation, impl)[0]
 

@@ -126,7 +126,10 @@ def rotate_backward_kernel(
     x, weight, cos, sin, dy, dx, dweights, stride_x, stride_dy, rows, rotated, H, eps,
     HALF: tl.constexpr, BM: tl.constexpr, BH: tl.constexpr,
 ):  # fmt: skip
-    """Compute the gradients for every num_programs-th block of heads; store this program's sum of weight gradients."""
+    """Compute the gradients for every num_programs-th block of heads.
+
+    Unless `weight` is None, also store this program's sum of the weight's gradients.
+    """
     i_p = tl.program_id(0)
     o_d = tl.arange(0, BH)
     if weight is not None:

@@ -256,9 +256,10 @@ def between_segments(reverse: Reverse, by: Columns | None = None) -> Tensor | No
 
 
 def initial_gradients(reverse: Reverse) -> Tensor:
-    """Return the gradient of the state before each sequence; it ignores the final states. `reverse.saved` is not read.
+    """Return the gradient of the state before each sequence, from the gradient of the outputs alone.
 
-    Sequences are not packed. A scan starts at the last chunk whose effect is not negligible.
+    `reverse.dfinal_state` is None, and `reverse.saved` is not read. Sequences are not packed. A scan starts at the last
+    chunk whose effect is not negligible.
     """
     (B, _, _, K), (HV, V) = reverse.x.q.shape, reverse.x.v.shape[2:]
     found = reverse.terms.gates.new_empty(B, HV, K, V)
