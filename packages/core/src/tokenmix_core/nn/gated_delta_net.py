@@ -44,7 +44,8 @@ class GatedDeltaNet(Mixer):
             sequences; single tokens and the convolution then take the default.
 
     Raises:
-        ValueError: head counts that do not divide, sizes that are not positive integers, or K above 256.
+        ValueError: head counts that do not divide, sizes that are not positive integers, K above 256, or a width of
+            the convolutions outside 2 to 8.
     """
 
     takes_more_tokens = True

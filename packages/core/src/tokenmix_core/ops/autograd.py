@@ -26,6 +26,7 @@ def cached_op(name: str, run: Callable, fake: Callable | None = None, *, mutates
 
     Code that torch.compile generates calls the op as an operator, so compiled calls use the launch cache too. On a GPU
     a call runs again, with portable kernels, if one of its Gluon kernels does not compile.
+
     Args:
         name: the op's name with its library, such as "tokenmix_core::attention".
         run: the implementation, a function with annotated parameters or a function that `of_fields` has made.

@@ -44,7 +44,7 @@ class PagedKVState(StatePart):
 
     The device holds the lengths. The host holds upper bounds of the pages in use, which each call raises without a
     synchronisation. If a bound exceeds the allocated memory, the host reads the true number from the device. If that
-    exceeds the memory too, the host allocates a tenth more pages than it, at least one more for each head.
+    exceeds the memory too, the host allocates that number and a tenth more, at least one page more for each head.
 
     Args:
         heads: H.
