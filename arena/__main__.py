@@ -25,8 +25,8 @@ UNFINISHED = 75
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command and return the exit code.
 
-    The code is 0 on success, 75 if runs remain at the time limit, 1 if a run has failed, 2 for an invalid request, and
-    130 or 143 after SIGINT or SIGTERM.
+    The code is 0 on success, 1 if a run has failed, 75 if runs remain at the time limit and none has failed, 2 for an
+    invalid request, a file error or a missing package, and 130 or 143 after SIGINT or SIGTERM.
     """
     start = time.time()
     # set before torch is imported: OpenMP's threads then sleep at barriers instead of spinning

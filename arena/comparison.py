@@ -208,7 +208,10 @@ class Comparison:
         return self.size.supports_claims and result.get("rules") != rules.digest()
 
     def exploratory(self) -> int:
-        """Return the number of results of another or an unknown version of RULES.md; reports do not use them."""
+        """Return the number of results of another or an unknown version of RULES.md; reports do not use them.
+
+        It is 0 if the size supports no claims: its results count under every version.
+        """
         return sum(self._exploratory(stored.result) for stored in store.load(self.folder).values())
 
 
@@ -241,14 +244,17 @@ def fingerprint(run: Run | CostRun, size: Size) -> str:
 
 
 def recipe_of(run: Run, size: Size) -> Recipe:
-    """Return the recipe of a run; tuning runs of the task text are shorter than reported ones."""
+    """Return the recipe of a run; if the size supports claims, tuning runs of the task text are shorter."""
     if run.task == TEXT and size.supports_claims and run.seed in tuning_seeds(size):
         size = replace(size, steps=max(1, round(rules.TEXT_TUNING * size.steps)))
     return recipe(run.contestant, run.division, run.task, size, run.rate, run.seed)
 
 
 def eviction_budgets(run: Run, size: Size) -> dict[Method, int]:
-    """Return the eviction methods with which the trained model is evaluated again, with their KV budgets in tokens."""
+    """Return the eviction methods with which the trained model is evaluated again, with their KV budgets in tokens.
+
+    The result is empty for tuning runs, for contestants without `kv_budget` and for tasks other than recall and text.
+    """
     budget = CONTESTANTS[run.contestant].kv_budget
     if budget is None or run.task not in (MQAR, TEXT) or run.seed in tuning_seeds(size):
         return {}

@@ -80,6 +80,8 @@ def build(
 ) -> dict[str, Any]:
     """Build the corpus, or continue an interrupted build; return the manifest of the corpus.
 
+    If `folder` has a manifest, the corpus is complete: the call returns the manifest without any check.
+
     Args:
         folder: folder of the corpus, for `tokens` (a token file), `tokenizer`, `names.json` and `manifest.json`.
         sources: folder of .deb files; by default they are downloaded with apt into `packages` below `folder`.
@@ -87,8 +89,8 @@ def build(
         progress: whether to show progress bars.
 
     Raises:
-        ValueError: the folder has a build from other packages or choices, too little text is held out, or held-out text
-            occurs in the training text.
+        ValueError: the folder has an incomplete build from other packages or choices, too little text is held out, or
+            too much held-out text occurs in the training text.
         OSError: a package cannot be downloaded or read.
     """
     if (folder / MANIFEST).is_file():
@@ -165,7 +167,11 @@ def described(manifest: dict[str, Any]) -> str:
 
 
 def _begin(folder: Path, found: Sequence[packages.Package], recipe: Recipe) -> dict[str, Any]:
-    """Return packages and recipe as plain data; raise an error if a build in `folder` began with other ones."""
+    """Store packages and recipe in `folder` and return them as plain data.
+
+    Raises:
+        ValueError: a build in `folder` began with other ones.
+    """
     listed = {f"{p.name} {p.version}": file_sha256(p.path) for p in found}
     about = json.loads(json.dumps({"packages": listed, "recipe": recipe._asdict()}))
     begun = folder / "begun.json"

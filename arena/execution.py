@@ -179,7 +179,7 @@ def _training_log(folder: Path, diverged: bool) -> dict[str, Any]:
 
 
 def measure_costs(run: CostRun, comparison: Comparison, *, commit: str) -> bool:
-    """Measure the costs of training, prefill and decoding at one context length, in each mode of Oryx; return True.
+    """Measure and store the costs of training, prefill and decoding at a context length, in each mode; return True.
 
     During the call, no other process may use the GPU.
     """

@@ -56,7 +56,7 @@ def difference(subject: Sequence[Groups], baseline: Sequence[Groups]) -> Estimat
     """Return the difference of two models' means; their seeds are independent, but their test examples are the same.
 
     Raises:
-        ValueError: the two models have different groups of examples.
+        ValueError: two seeds differ in their groups or in a group's number of examples.
     """
     shapes = [{key: len(values) for key, values in groups.items()} for groups in (*subject, *baseline)]
     if any(shape != shapes[0] for shape in shapes):

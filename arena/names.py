@@ -37,7 +37,10 @@ class Name(NamedTuple):
 
 
 def find_names(held_out: Sequence[str], training: Iterable[Document]) -> list[Name]:
-    """Return held-out names that first occur in their definition, are used later, and occur in no training text."""
+    """Return held-out names that first occur in their definition, are used later, and occur in no training text.
+
+    A document has at most `_MOST_OF_A_DOCUMENT` of them.
+    """
     found = [name for index, text in enumerate(held_out) for name in _names_of(index, text)]
     left = {name.name for name in found}
     for document in training:

@@ -41,7 +41,8 @@ _LEFT_OUT = re.compile(
     r"/rust[^/]*/html/(core|alloc|src|implementors|unstable-book|test|proc_macro)/|changelog|ChangeLog|NEWS|copyright"
 )
 _LEAST_BYTES, _MOST_BYTES, _MOST_HTML_BYTES = 256, 2**20, 2**22
-# also left out: files above _TABLE_BYTES in which more than these fractions are #defines (of registers) or digits
+# also left out: files of at least _TABLE_BYTES in which more than these fractions of the lines are #defines (of
+# registers), or of the characters digits
 _TABLE_BYTES, _MOST_DEFINES, _MOST_DIGITS = 2**13, 0.4, 0.2
 
 

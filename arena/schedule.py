@@ -42,7 +42,11 @@ class Schedule:
         return seconds / 60
 
     def ordered(self, runs: Sequence[Run]) -> list[Run]:
-        """Return the runs sorted by task and contestant, in the order in which the size names tasks and contestants."""
+        """Return the runs sorted by task, then by contestant.
+
+        Tasks have the order of the comparison and contestants that of the size; contestants that it does not name come
+        last.
+        """
         tasks, names = self.comparison.tasks, self.comparison.size.contestants
 
         def rank(run: Run) -> tuple[int, int]:

@@ -14,7 +14,7 @@ from arena.intervals import Estimate, difference, estimate
 from arena.sizes import Size
 from arena.tasks import COPY, MQAR, TASKS, TEXT
 
-# a row of tables: the name of a contestant and of a mode, which is "" for a model without modes
+# a row of tables: the name of a contestant, and of a mode, eviction method or cap ("" if there is none)
 Variant = tuple[str, str]
 MEAN, NEEDLES, BEYOND, NAMES, EXCESS = "mean", "needles", "needles beyond", "names", "excess"
 # the key under which a row has the values of its single examples
@@ -132,7 +132,8 @@ class Scores:
     """The results on a task in a division (`PARAMETERS` or `STATE`).
 
     Attributes:
-        variants: groups of test examples by variant, metric and seed; values that are not finite are left out.
+        variants: groups of test examples by variant, metric and seed; a seed's entry is left out if one of its values
+            is not finite.
         results: results of the reported runs by contestant and seed.
         rates: the selected learning rate of each contestant.
     """
@@ -169,7 +170,7 @@ class Scores:
         return difference(ours, theirs)
 
     def learned(self, variant: Variant, metric: str) -> tuple[int, int]:
-        """Return how many reported runs have learned the task of the metric, and how many reported runs there are."""
+        """Return how many reported runs have learned the task of the metric, and how many have a result."""
         results = self.results.get(variant[0], {}).values()
         return sum(has_learned(result, variant[1], metric, self.size) for result in results), len(results)
 

@@ -64,7 +64,11 @@ class FolderLock:
         self._made: list[Path] = []
 
     def acquire(self) -> None:
-        """Take the lock, or raise a ValueError that names the process that holds it."""
+        """Create the folder if it is missing, and take its lock; wait only if the holder seems to be dead.
+
+        Raises:
+            ValueError: another process holds the lock (the message names it), or the path cannot be a folder.
+        """
         check_folder_path(self.folder)
         self._made = [path for path in (self.folder, *self.folder.parents) if not path.exists()]
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -86,7 +90,7 @@ class FolderLock:
         """Release the lock."""
         if self._lock is None:
             return
-        # remove the file while the lock is held: later, another process may hold the lock
+        # remove the files while the lock is held: later, another process may hold the lock
         with suppress(OSError):
             for name in LOCK_FILES:
                 (self.folder / name).unlink(missing_ok=True)
