@@ -138,7 +138,7 @@ class _Version(argparse.Action):
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser that prints errors on one line and shows every default in its help."""
+    """A parser that prints errors on one line, takes no abbreviations, and shows defaults except None and False."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(allow_abbrev=False, formatter_class=_Formatter, **settings)

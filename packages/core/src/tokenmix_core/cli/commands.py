@@ -56,7 +56,8 @@ class Context:
     """The recipes and suites of the package whose command runs.
 
     Args:
-        recipes, suites: mappings by name, or "module:attribute" of one; see `tokenmix_core.cli.main`.
+        recipes, suites: mappings by name, or "module:attribute" of one; see `tokenmix_core.cli.main`. By default core's
+            recipes; core's suites are always included.
         using: "module:function" that applies the package's own arguments to a model; see `tokenmix_core.cli.main`.
     """
 
@@ -136,7 +137,10 @@ def train(args: argparse.Namespace, context: Context) -> int:
 
 
 def end_of_training(args: argparse.Namespace, result: TrainResult) -> int | None:
-    """Return the exit code if this process must end now (a rank other than 0, or a stopped run); else None."""
+    """Leave the process group; return the exit code if this process must end now, else None.
+
+    It must end if it is a rank other than 0, or if the run was stopped; rank 0 then prints the command that goes on.
+    """
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
     if os.environ.get("RANK", "0") != "0":
@@ -175,7 +179,10 @@ def _asked_for(args: argparse.Namespace, context: Context) -> tuple[str, Path, l
 
 
 def options_of(recipe: Recipe) -> EvalOptions:
-    """Return options for evaluating a recipe's model: its length, its vocabulary, the held-out part of its text."""
+    """Return options for evaluating a recipe's model: limit, lengths, prompt and seed of the recipe.
+
+    The text is the first of its sources that is a folder; the vocabulary size is that of associative recall.
+    """
     texts = [source for source in recipe.data.sources if Path(source).is_dir()]
     return EvalOptions(
         limit=recipe.run.evaluation_limit,

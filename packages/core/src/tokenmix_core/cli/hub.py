@@ -168,7 +168,7 @@ def _recipe(folder: Path) -> list[str]:
 
 
 def _without_paths(value: Any) -> Any:
-    """Replace the paths of folders by the folders' names, because a card must not show the author's local paths."""
+    """Replace absolute paths and paths of folders by their last part: a card must not show the author's local paths."""
     if isinstance(value, dict):
         return {name: _without_paths(x) for name, x in value.items()}
     if isinstance(value, list | tuple):

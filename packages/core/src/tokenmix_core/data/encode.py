@@ -212,7 +212,7 @@ _worker: list[Encode] = []
 
 
 def _start(encoding: Encoding) -> None:
-    """Prepare a worker process: it must ignore Ctrl-C, which its parent handles, and end if its parent dies."""
+    """Load the tokenizer in a worker process, which ignores Ctrl-C (its parent handles it) and ends if its parent dies."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     parent = multiprocessing.parent_process()
     if parent is not None:

@@ -257,7 +257,8 @@ def is_held_out(text: str | LongText, share: float) -> bool:
     """True if a document is held out; about a fraction `share` of all documents is.
 
     The source may have decided it (`SplitText`). Otherwise a hash decides: for files of the standard library
-    (`ModuleText`) a hash of the family, the module or package to which the file belongs; else a hash of the text.
+    (`ModuleText`) a hash of the family, the module or package to which the file belongs; else a hash of the text. The
+    fraction of families is at least `_LEAST_SHARE`, unless `share` is 0.
     """
     if isinstance(text, SplitText):
         return text.held_out

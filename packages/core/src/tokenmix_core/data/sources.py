@@ -103,7 +103,7 @@ def open_source(spec: str, *, text_field: str = "text", subset: str | None = Non
 
     Raises:
         ValueError: `spec` names no source, or a source that contains nothing readable.
-        ImportError: `datasets` is needed and not installed.
+        ImportError: a library that reads the source, such as `datasets`, is not installed.
     """
     if spec == STDLIB:
         return stdlib_source()

@@ -7,7 +7,7 @@ import hashlib
 from collections.abc import Iterator
 from pathlib import Path
 
-# number of characters in a part; number of characters before a part's end in which a boundary is searched
+# maximum number of characters in a part; number of characters before this maximum in which a boundary is searched
 PART_CHARS, LOOK_BACK = 2**20, 2**16
 _BLOCK_BYTES = 2**20
 
@@ -112,8 +112,10 @@ def not_utf8(path: Path, position: int) -> BadRow:
 def part_end(text: str, start: int) -> int:
     """Return the index at which the part of `text` that begins at `start` should end.
 
-    It ends before a single space between two words, if there is one: tokenizers also split there, so that the parts
-    have the same tokens as the whole text. Otherwise it ends after a line, or if there is no line end, anywhere.
+    If more than `PART_CHARS` characters are left, the end is searched in the last `LOOK_BACK` of the first
+    `PART_CHARS`. The part ends before a single space between two words, if there is one: tokenizers also split there,
+    so that the parts have the same tokens as the whole text. Otherwise it ends after a line break between two words
+    or, if there is none, after `PART_CHARS` characters.
     """
     end = start + PART_CHARS
     if end >= len(text):

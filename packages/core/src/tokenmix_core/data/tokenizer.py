@@ -48,7 +48,7 @@ def _printable_bytes() -> list[str]:
 
 
 def load_tokenizer(name: str) -> PreTrainedTokenizerFast:
-    """Return a tokenizer: the built-in one for "bytes", else the one with this name on the hub or in this folder.
+    """Return a tokenizer: the built-in one for "bytes", else the one in the folder `name` or of this name on the hub.
 
     Raises:
         ValueError: there is no tokenizer of this name, or it has no token that ends a document.
