@@ -212,7 +212,7 @@ _worker: list[Encode] = []
 
 
 def _start(encoding: Encoding) -> None:
-    """Load the tokenizer in a worker process, which ignores Ctrl-C (its parent handles it) and ends if its parent dies."""
+    """Load the tokenizer in a worker process; it ignores Ctrl-C, which its parent handles, and ends with its parent."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     parent = multiprocessing.parent_process()
     if parent is not None:

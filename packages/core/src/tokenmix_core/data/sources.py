@@ -323,8 +323,8 @@ def module_family(name: str) -> str:
 def stdlib_source(*, by_family: bool = True) -> Source:
     """Return Python's own standard-library sources as a source, one document per file, in the order of their paths.
 
-    Left out: tests, installed packages, and the files that hold the paths of the machine Python was built on. The
-    remaining text depends on the Python version, so its sha256 is part of the description.
+    Left out: tests, installed packages, files that are not UTF-8, and the files that hold the paths of the machine
+    Python was built on. The remaining text depends on the Python version, so its sha256 is part of the description.
 
     Args:
         by_family: whether whole families of modules are held out, by name: a text that one Python version holds out is

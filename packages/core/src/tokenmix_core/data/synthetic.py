@@ -57,7 +57,7 @@ def mqar(
         seed: examples are a function of `(seed, index)`.
         first: index of the first example.
         power: exponent of p(γ); 1 spreads the queries evenly, smaller values put most of them near the pairs.
-        random_filler: fill the other positions with random tokens, else with token 0.
+        random_filler: fill the other positions with random tokens, which may equal keys and values; else with token 0.
 
     Raises:
         ValueError: sizes that are too small for an example, or negative counts.

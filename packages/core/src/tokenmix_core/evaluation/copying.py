@@ -23,8 +23,8 @@ DEFAULT_LENGTH = 2048
 def copy_distances(length: int) -> tuple[int, list[int]]:
     """Return the passage's length and a list of distances between its two copies, for sequences of `length` tokens.
 
-    The passage is an eighth of the sequence, at most 32 tokens. At the first distance the copies are adjacent. The
-    distance doubles until a passage's length of text precedes the first copy.
+    The passage is an eighth of the sequence, at most 32 tokens. At the first distance the copies are adjacent. Each
+    further distance is twice as long, except the last, at which a passage's length of text precedes the first copy.
 
     Raises:
         ValueError: sequences of fewer than 16 tokens.
@@ -43,8 +43,8 @@ def with_copy(windows: Int[Tensor, "N W"], length: int, passage: int, distance: 
         windows: running text of `2 * (length - passage)` tokens, whose second half begins with the passage.
         length: number of tokens in a sequence.
         passage: number of tokens in the passage.
-        distance: number of tokens from the start of one copy to the start of the other; None puts text of another
-            window there, so that the sequence has only the last copy.
+        distance: number of tokens from the start of one copy to the start of the other. With None, the text before the
+            passage is that of another window, so that the sequence has only the last copy.
     """
     before = length - passage
     copy = windows[:, before : before + passage]

@@ -1,4 +1,4 @@
-"""Speed and memory of inference by context length: prefill, decoding token by token, and the bytes of the cache."""
+"""Speed and memory by context length: prefill, decoding token by token and the bytes of the cache; training steps."""
 
 from __future__ import annotations
 

@@ -21,7 +21,8 @@ class EvalOptions:
         limit: number of examples for each task.
         batch_size: number of sequences in one forward pass.
         lengths: context lengths, in tokens, at which to measure.
-        max_length: maximum length of a prompt in tokens, answer included; longer prompts are cut.
+        max_length: maximum length of a prompt in tokens, answer included; longer prompts are cut. In the suite
+            "samples", the number of new tokens.
         tasks: names of those tasks of the suite that are run; for the suite "lm-eval", any task that lm-eval has.
         include: folders with further tasks for lm-eval.
         text: a text file to measure on or to insert needles in; by default the held-out part of the built-in corpus.

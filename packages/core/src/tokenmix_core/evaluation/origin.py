@@ -32,7 +32,7 @@ def provenance(model: Any, tokenizer: Any, options: EvalOptions, *, reads_text: 
 
 
 def training_provenance(manifest: dict[str, Any]) -> dict[str, Any]:
-    """Return the provenance of a training run's results, taken from its `run.json`."""
+    """Return the provenance of a training run's results: values of its `run.json`, and the software of this process."""
     values, identity = manifest["values"], manifest["identity"]
     return {
         "checkpoint": None,

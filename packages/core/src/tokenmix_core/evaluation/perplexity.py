@@ -109,7 +109,8 @@ def bigram_loss(train: Int[np.ndarray, "n"], held_out: Int[np.ndarray, "*N T"], 
     by counts of single tokens, and these by the uniform distribution.
 
     Raises:
-        ValueError: a vocabulary of more than 4,096 tokens, whose pairs are mostly too rare, or too few tokens.
+        ValueError: a vocabulary of more than 4,096 tokens, whose pairs are mostly too rare, a token outside the
+            vocabulary, or too few tokens.
     """
     if not 1 <= vocab_size <= MAX_BIGRAM_VOCABULARY:
         raise ValueError(f"bigram_loss: vocab_size must be from 1 to {MAX_BIGRAM_VOCABULARY}, got {vocab_size}")

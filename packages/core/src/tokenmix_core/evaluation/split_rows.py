@@ -1,4 +1,4 @@
-"""Losses of rows that are split over the ranks of a process group, for texts longer than one GPU."""
+"""Losses of rows that are split over the ranks of a process group, for texts that are too long for one GPU."""
 
 from __future__ import annotations
 

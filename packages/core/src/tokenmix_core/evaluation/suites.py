@@ -129,7 +129,10 @@ def _longbench_ranges(task: str, samples: list[dict[str, Any]], metric: str) -> 
 
 
 def samples_suite(model: Any, tokenizer: Any, options: EvalOptions) -> SuiteResult:
-    """Sample continuations of up to three held-out texts, or of `options.prompt`, at temperature 0.8."""
+    """Sample continuations of the first 200 characters of up to three held-out texts, or of `options.prompt`.
+
+    The temperature is 0.8. A continuation has at most `options.max_length` (by default 256) tokens.
+    """
     import torch
 
     options.choose("samples", ("samples",))
@@ -195,7 +198,9 @@ def check_suites(names: Sequence[str], suites: Mapping[str, Suite]) -> None:
 
 
 def check_read(names: Sequence[str], options: EvalOptions, suites: Mapping[str, Suite]) -> None:
-    """Check that each option that is set is read by at least one of the named suites.
+    """Check that each option in `OPTIONAL` that is set is read by at least one of the named suites.
+
+    A suite whose `reads` is None may read every option.
 
     Raises:
         ValueError: an option is set that none of the named suites reads.
