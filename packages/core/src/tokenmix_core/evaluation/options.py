@@ -25,7 +25,8 @@ class EvalOptions:
             "samples", the number of new tokens.
         tasks: names of those tasks of the suite that are run; for the suite "lm-eval", any task that lm-eval has.
         include: folders with further tasks for lm-eval.
-        text: a text file to measure on or to insert needles in; by default the held-out part of the built-in corpus.
+        text: a text to measure on or to insert needles in: a token file, of which the held-out part is read; a text,
+            JSONL or parquet file, a folder of these, or a dataset; by default the held-out part of the built-in corpus.
         prompt: beginning of generated samples; by default the beginnings of held-out documents.
         vocab_size: number of different tokens in synthetic sequences, counted from token 0.
         seed: seed of random data.

@@ -119,7 +119,7 @@ def documents(text: str | None, tokenizer: Any) -> Iterator[str]:
 
     Args:
         text: a token file (its held-out documents are decoded); a text, JSONL or parquet file, or a folder of them; a
-            dataset; or None for the held-out part of the built-in corpus.
+            dataset; or None or "stdlib" for the held-out part of the built-in corpus.
         tokenizer: the tokenizer with which a token file must have been made.
 
     Raises:

@@ -109,7 +109,8 @@ def recurrent_gated_delta_rule(
 ) -> tuple[Tensor, Tensor | None]:
     """Apply the gated delta rule token by token; return the outputs and, if `output_final_state`, the final states.
 
-    If T is 1, gradients are off and a kernel supports dtype, layout and sizes of `initial_state`, it is overwritten.
+    If T is 1, gradients are off, and `initial_state` is contiguous, float32, and of a size for which `fitting.fits` is True, the call
+    overwrites `initial_state`.
     """
     if (
         initial_state is not None

@@ -61,11 +61,11 @@ class Fields:
         self.source, self.values = source, values
 
     def get(self, *names: str, default: Any = None) -> Any:
-        """Return the value of the first of `names` that the configuration has; if it has none, return `default`."""
+        """Return the value of the first of `names` that has a value other than None; if none has, return `default`."""
         return next((self.values[name] for name in names if self.values.get(name) is not None), default)
 
     def number(self, *names: str, default: int | None = None) -> int:
-        """Return the value of the first of `names`, which must be a positive integer."""
+        """Return the same value as `get`; raise a ValueError unless it is a positive integer."""
         value = self.get(*names, default=default)
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise self.refused(f"{names[0]} must be a positive number, got {value!r}")
@@ -205,7 +205,10 @@ def load_third_party(source: Path, layouts: Sequence[Layout], dtype: str = "auto
 def _ours(
     source: Path, layout: Layout, names: Names, weights: dict[str, Tensor], wanted: dict[str, Tensor], *, tied: bool
 ) -> dict[str, Tensor]:
-    """Return the folder's weights under our names and in our shapes; if `tied`, without the output layer's."""
+    """Return the folder's weights under our names and in our shapes; if `tied`, without the output layer's.
+
+    A weight whose other name is None, because the layout has none, is zero.
+    """
     if tied:
         head = weights.pop(names.pop("lm_head.weight") or "", None)
         embedding = weights.get(names["model.embed_tokens.weight"] or "")

@@ -245,7 +245,10 @@ def refuse_unknown(op: str, more: dict[str, Any]) -> None:
 
 
 def state_layout(op: str, state_v_first: bool, more: dict[str, Any]) -> bool:
-    """Return `state_v_first`, or with a warning the value of `transpose_state_layout`, its old name."""
+    """Return `state_v_first` or, if `more` has its old name `transpose_state_layout`, remove and return that value.
+
+    The old name causes a warning, and a ValueError if `state_v_first` is True as well.
+    """
     if "transpose_state_layout" not in more:
         return state_v_first
     if state_v_first:

@@ -75,7 +75,9 @@ def cu_seqlens_of(starts: Bool[Tensor, "B T_minus_1"]) -> Int[Tensor, "N_plus_1"
 
 
 def _separate(body: nn.Module, call: dict[str, Any], *, attends: bool) -> dict[str, Any]:
-    """Return the call's arguments with boundaries for recurrences, and with positions or a mask for attention.
+    """Add boundaries for recurrences, and positions or a mask for attention, to the call's arguments; return these.
+
+    `call` is changed in place; with several sequences in a row, the call uses no cache.
 
     `attends`: whether the model has attention layers; without these, positions are dropped.
 
@@ -119,7 +121,7 @@ def _separate(body: nn.Module, call: dict[str, Any], *, attends: bool) -> dict[s
 def _boundaries(
     call: dict[str, Any], positions: Tensor | None, real: Tensor | None, batch: int, tokens: int
 ) -> tuple[str, Int[Tensor, "N_plus_1"] | None]:
-    """Return the name of the argument that marks sequences, and the sequences' boundaries."""
+    """Return the name of the argument that marks sequences, and their boundaries (None if each row is one sequence)."""
     cu_seqlens, keys, seq_idx = (call.get(name) for name in _BOUNDARIES)
     starts = None if seq_idx is None else starts_of(seq_idx, batch, tokens)
     if (given := keys if cu_seqlens is None else cu_seqlens) is not None:

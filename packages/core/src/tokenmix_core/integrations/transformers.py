@@ -301,7 +301,7 @@ def _ours(cls: type, impl: Impl | None) -> Callable[..., Any]:
 
 
 def _rebuilt(cls: type, forward: FunctionType, functions: dict[str, Callable]) -> FunctionType:
-    """Rebuild a class's forward and its decorators so that the global names in `functions` refer to our functions.
+    """Rebuild a class's forward and its decorators so that the global names in `functions` refer to these functions.
 
     Raises:
         ValueError: the code does not call all of `functions`.

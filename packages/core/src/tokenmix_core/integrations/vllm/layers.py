@@ -164,7 +164,7 @@ class ServedState(nn.Module):
         return self.mixer(x, state=state, cu_seqlens=cu_seqlens, rotary=rotary, **given)[0]
 
     def _decode(self, x: Tensor, rotary: Rotation | None, step: StateMetadata) -> Tensor:
-        """Return the outputs `[N, 1, D]` for one token of each decoding request."""
+        """Return the outputs `[N, 1, D]` for one token of each decoding request, and update the requests' slots."""
         n, lengths = len(x), step.decode_lengths
         slots = step.slots[:n]
         state = self.layout.in_slots(self.views, slots, constant=self.in_slots, padded=step.decode_slots[:n])
