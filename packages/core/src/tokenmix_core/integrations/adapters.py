@@ -109,8 +109,8 @@ def recurrent_gated_delta_rule(
 ) -> tuple[Tensor, Tensor | None]:
     """Apply the gated delta rule token by token; return the outputs and, if `output_final_state`, the final states.
 
-    If T is 1, gradients are off, and `initial_state` is contiguous, float32, and of a size for which `fitting.fits` is True, the call
-    overwrites `initial_state`.
+    If T is 1, gradients are off, `initial_state` is contiguous and float32, and the heads need no fitting (`fitting`),
+    the call overwrites `initial_state`.
     """
     if (
         initial_state is not None

@@ -184,7 +184,7 @@ def scale_tile(b_x, b_y):
 
 @gluon.jit
 def log2(x):
-    """Return the base-2 logarithm of floats that are not subnormal, in one instruction."""
+    """Return an approximate base-2 logarithm of floats that are not subnormal, in one instruction."""
     return gl.inline_asm_elementwise("lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
 
 

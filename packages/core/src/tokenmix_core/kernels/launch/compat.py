@@ -196,7 +196,10 @@ def call_replaced(module: torch.nn.Module, change: Callable[[Callable], Callable
 
 
 def direct_apply(function: Any) -> Callable:
-    """Return an autograd function's `apply`, without torch's Python wrapper, which only serves function transforms."""
+    """Return an autograd function's `apply`, without torch's Python wrapper, which only serves function transforms.
+
+    If this version of torch has no such `apply`, return the wrapper.
+    """
     direct = find("torch._C:_FunctionBase.apply") is not None
     base: Any = super(torch.autograd.Function, function)
     return base.apply if direct else function.apply

@@ -151,7 +151,8 @@ class Capture(compat.Mode):
     def _find(self, x: Tensor) -> tuple[int, tuple | None] | None:
         """Return the slot of x, and its view of the slot's tensor (None if x is the whole tensor).
 
-        Return None if x is neither a view of a tensor allocated in the call nor a view at an input's address.
+        Return None if x is neither a view of a tensor allocated in the call, nor a view with the address and dtype of
+        an input that is the only one in its storage.
         """
         if id(x) in self._inputs:
             return self._inputs[id(x)], None

@@ -60,6 +60,8 @@ def loaded(kernel: Any, device: int) -> Loaded | None:
 def packed(kernel: Loaded, grid: tuple[int, ...], args: Iterable, pointers: Mapping[int, tuple[int, int]]) -> bytes:
     """Return a launch as bytes for `launch`, which accepts the concatenated bytes of several launches.
 
+    A grid without programs gives no bytes.
+
     `pointers` maps the index of each argument that only the launch sets to `(i, byte offset)`: the argument is the i-th
     of the addresses that `launch` gets, counted from 1 (0 is the stream), plus the offset.
 
