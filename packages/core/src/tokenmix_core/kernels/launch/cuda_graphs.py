@@ -41,7 +41,10 @@ def at_most_half_used(device: torch.device) -> bool:
 
 @contextmanager
 def noting_waits(device: torch.device) -> Iterator[list[str]]:
-    """Yield a list that, after the block, names each line that waited for the device: a graph cannot contain waits."""
+    """Yield a list that, after the block, names each line that waited for a GPU: a graph cannot contain waits.
+
+    For other devices the list stays empty.
+    """
     waits: list[str] = []
     if device.type != "cuda":
         yield waits

@@ -60,7 +60,10 @@ def fits(made: Any, limit: int | None) -> bool:
 
 
 def _reduced(names: list[str], loop_tiles: tuple[str, ...], args: tuple, options: dict) -> tuple[tuple, dict] | None:
-    """Return arguments and options with one stage less or half the widest loop tile; None if nothing can be reduced."""
+    """Return arguments and options with one stage less or, if there is one stage, half the widest loop tile.
+
+    Return None if nothing can be reduced.
+    """
     if (stages := options.get("num_stages", _STAGES)) > 1:
         return args, {**options, "num_stages": stages - 1}
     sizes = {names.index(name): args[names.index(name)] for name in loop_tiles}

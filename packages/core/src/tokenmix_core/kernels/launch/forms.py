@@ -141,7 +141,10 @@ class Forms:
 
 
 def kind(x: Any) -> Any:
-    """Return what kernels are specialised for: a tensor's dtype and alignment, an integer's divisibility and width."""
+    """Return what kernels are specialised for: a tensor's dtype and alignment, an integer's divisibility and width.
+
+    Of a float or bool it is the class, of any other argument the argument itself.
+    """
     cls = x.__class__
     if cls is int:
         found = 1 if x == 1 else 2 if x & 15 else 16

@@ -159,8 +159,8 @@ observed = compat.observing()
 def replays_on(device: int) -> int | None:
     """Return this thread's current stream on the device if the thread may replay captured launches there; else None.
 
-    Launches may not be replayed if the launch cache is off, if a capture or a hook observes the launches, or if PDL is
-    enabled: captured launches do not use PDL.
+    Launches may not be replayed if `device` is not the current one, if the launch cache is off, if a capture or a hook
+    observes the launches, or if PDL is enabled: captured launches do not use PDL.
     """
     seen = not flags.on or _taker.take or observed() or pdl.enabled.on
     return None if seen or current_device() != device else current_stream(device)
@@ -192,7 +192,7 @@ class _Launcher:
         """Return all arguments, PDL included, in the order of the kernel's parameters, and the launch's options.
 
         Raises:
-            TypeError: an argument is missing or given twice.
+            TypeError: an argument is missing or given twice, or there are too many.
         """
         if len(args) <= self._without_pdl and PDL not in options:
             options = {**options, **(_WITH_PDL if pdl.enabled.on else _WITHOUT_PDL)}
@@ -262,7 +262,8 @@ class _Launcher:
         """Make a launch with arguments in order and options; `read` is the result of `self.read`, if it is known.
 
         Return `pack(pointers)`, which packs the launch for `driver.launch`; None if Triton must launch the kernel.
-        `pack.general` tells whether the kernel is a general form (`forms.py`).
+        `pack.general` tells whether the kernel is a general form (`forms.py`). Inside `taken` the launch is not made:
+        `taken`'s function gets it, and the result is None.
         """
         if _taker.take is not None:
             _taker.take((self, grid, args, options))

@@ -31,6 +31,8 @@ enabled = _Enabled()
 def wanted() -> bool:
     """Return False if the environment variable `TOKENMIX_PDL` is 0, which disables PDL, else True.
 
+    If the variable is set under its old name, `TOKENMIX_EARLY_LAUNCHES`, that value counts, with a warning.
+
     Raises:
         ValueError: the variable is neither 0 nor 1.
     """

@@ -8,7 +8,7 @@ first for blocks of one row, then of 2, 4, 8 … rows. Every factor is a block o
 intermediate exceeds the entries of the inverse. A Neumann series would sum powers of L: if keys repeat, these reach 10⁶
 and cancel only in exact arithmetic.
 
-Each matrix is split into bfloat16 high and low parts once, for all of its MMAs.
+With PRECISION "bf16x3" each matrix is split into bfloat16 high and low parts once, for all of its MMAs.
 """
 
 import triton

@@ -18,7 +18,7 @@ from tokenmix_core.kernels.launch.cache.row_calls import RowCall
 
 # maximum number of calls that are cached for a function
 MAX_CALLS = 96
-# number of replays after which a call is captured again, with kernels compiled for its lengths
+# number of replays after which a call with a general form (`forms.py`) is captured again, compiled for its lengths
 _SPECIALISED = 512
 # maximum number of recent signatures with which a call is compared before its own signature is computed and looked up
 _COMPARED = 4
