@@ -1,4 +1,4 @@
-"""The backbone: a model of blocks, each with a token mixer and a SwiGLU."""
+"""The backbone: a model of blocks, each with a token mixer and, unless `intermediate_size` is 0, a SwiGLU."""
 
 from __future__ import annotations
 

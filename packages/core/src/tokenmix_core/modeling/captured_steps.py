@@ -79,7 +79,10 @@ class CapturedSteps:
         return True
 
     def evict_all_but(self, newest: int, prefix: str) -> None:
-        """Drop the graphs and extra tensors of all keys that begin with `prefix`, except the latest `newest` keys."""
+        """Drop extra tensors and graphs of those keys of `extra` that are tuples with `prefix` as their first element.
+
+        The latest `newest` of these keys are kept.
+        """
         keys = [key for key in self.extra if isinstance(key, tuple) and key[0] == prefix]
         for key in keys[: max(0, len(keys) - newest)]:
             del self.extra[key]
@@ -88,7 +91,10 @@ class CapturedSteps:
     def _capture(
         self, key: Hashable, work: Callable[[], object], capturing: Callable[[], Any]
     ) -> Callable[[], object] | None:
-        """Capture `work`, which has run before; if that fails, warn, return None and capture nothing more."""
+        """Capture `work`, which has run before; if that fails, warn, drop all graphs and capture nothing more.
+
+        If memory runs out, also free the model's unused captured steps. Return the replay, None after a failure.
+        """
         assert self.capture is not None
         try:
             with capturing(), pdl_launches(self.ids.device):

@@ -52,8 +52,8 @@ def load_checked(cls: type, load: Callable[..., Any], source: Any, *args: Any, s
             f"{source}: the weights cannot be read, the file is damaged or cut short ({_first_line(error)})"
         ) from error
     if strict:
-        # weights that may be missing: the output layer if the checkpoint is of a backbone, or the new head of a
-        # classifier
+        # not errors: an output layer's weight in the checkpoint if the model has no output layer (a backbone or a
+        # classifier), and a missing head that a classifier adds
         head = set() if hasattr(model, "lm_head") else {"lm_head.weight"}
         new = getattr(cls, "new_weights", None)
         problems = {
