@@ -56,8 +56,7 @@ class Context:
     """The recipes and suites of the package whose command runs.
 
     Args:
-        recipes, suites: mappings by name, or "module:attribute" of one; see `tokenmix_core.cli.main`. By default core's
-            recipes; core's suites are always included.
+        recipes, suites: mappings by name or "module:attribute" (see `cli.main`); core's suites are always added.
         using: "module:function" that applies the package's own arguments to a model; see `tokenmix_core.cli.main`.
     """
 
@@ -137,10 +136,7 @@ def train(args: argparse.Namespace, context: Context) -> int:
 
 
 def end_of_training(args: argparse.Namespace, result: TrainResult) -> int | None:
-    """Leave the process group; return the exit code if this process must end now, else None.
-
-    It must end if it is a rank other than 0, or if the run was stopped; rank 0 then prints the command that goes on.
-    """
+    """Leave the process group; return an exit code on ranks above 0 and, with a hint, for a stopped run; else None."""
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
     if os.environ.get("RANK", "0") != "0":
@@ -179,10 +175,7 @@ def _asked_for(args: argparse.Namespace, context: Context) -> tuple[str, Path, l
 
 
 def options_of(recipe: Recipe) -> EvalOptions:
-    """Return options for evaluating a recipe's model: limit, lengths, prompt and seed of the recipe.
-
-    The text is the first of its sources that is a folder; the vocabulary size is that of associative recall.
-    """
+    """Return options for evaluating a recipe's model: its values, its first folder of text, and mqar's vocabulary."""
     texts = [source for source in recipe.data.sources if Path(source).is_dir()]
     return EvalOptions(
         limit=recipe.run.evaluation_limit,

@@ -77,7 +77,7 @@ def cu_seqlens_of(starts: Bool[Tensor, "B T_minus_1"]) -> Int[Tensor, "N_plus_1"
 def _separate(body: nn.Module, call: dict[str, Any], *, attends: bool) -> dict[str, Any]:
     """Add boundaries for recurrences, and positions or a mask for attention, to the call's arguments; return these.
 
-    `call` is changed in place; with several sequences in a row, the call uses no cache.
+    `call` itself is changed; with several sequences in a row, it then uses no cache.
 
     `attends`: whether the model has attention layers; without these, positions are dropped.
 

@@ -32,7 +32,7 @@ class StateMetadata:
         decode_lengths: `before` of the decoding requests, on the host.
         prefill_lengths: `before` of all other requests, on the host.
         prefill_tokens: number of new tokens of each of the other requests, on the host.
-        cu_seqlens: boundaries of the new tokens of the other requests.
+        cu_seqlens: boundaries of the new tokens of the other requests; None if there are none.
         fresh: bool, True for each of the other requests without earlier tokens; None if all have earlier tokens.
         decode_inputs: the mixers' inputs of the decoding requests; empty for the model's defaults.
         prefill_inputs: the mixers' inputs of each of the other requests; empty for the model's defaults.
