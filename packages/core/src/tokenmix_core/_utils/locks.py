@@ -87,7 +87,7 @@ class FolderLock:
         (self.folder / HOLDER).write_text(json.dumps(about) + "\n", encoding="utf-8")
 
     def release(self) -> None:
-        """Release the lock."""
+        """Release the lock; remove its files, and folders that `acquire` created if they are empty."""
         if self._lock is None:
             return
         # remove the files while the lock is held: later, another process may hold the lock

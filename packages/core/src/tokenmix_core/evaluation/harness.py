@@ -207,7 +207,7 @@ def check_ruler(tasks: Sequence[str], tokenizer: Any, lengths: Sequence[int]) ->
     """Raise a ValueError for lengths so short that RULER's generators of prompts would never end.
 
     Raises:
-        ValueError: a length below a task's shortest prompt, or a tokenizer whose tokens are too short.
+        ValueError: no lengths, a length below a task's shortest prompt, or a tokenizer whose tokens are too short.
     """
 
     def count(string: str) -> int:

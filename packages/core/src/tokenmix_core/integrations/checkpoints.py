@@ -170,8 +170,8 @@ def load_third_party(source: Path, layouts: Sequence[Layout], dtype: str = "auto
             float32, such as decay rates, stay float32 (`nn.KeepsFloat32`).
 
     Raises:
-        ValueError: an unknown layout, a field that our models do not support, or weights that are damaged, missing,
-            unknown, misshapen or not finite.
+        ValueError: an unknown dtype or layout, a field that our models do not support, or weights that are quantised,
+            damaged, missing, unknown, misshapen or not finite.
     """
     check_dtype(dtype)
     fields = read_fields(source)

@@ -60,7 +60,7 @@ class HybridConfig(PreTrainedConfig):
         hidden_size: model width D.
         num_hidden_layers: number of layers L.
         intermediate_size: inner width of the SwiGLU; 0 for blocks without a SwiGLU.
-        mixers: label of each layer; a list whose length divides L is repeated.
+        mixers: label of each layer; a list whose length divides L is repeated; by default `default_mixers`.
         mixer_options: options of the mixer by label; "type" names a registered mixer, by default the label.
         norm_eps: epsilon of all norms.
         tie_word_embeddings: use the embedding's weight as that of the output layer.

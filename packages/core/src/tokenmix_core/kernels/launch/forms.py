@@ -3,9 +3,10 @@
 Triton compiles a kernel again if an integer argument becomes 1 or a multiple of 16, unless the kernel declares it in
 `do_not_specialize`. If lengths vary, each integer argument (number of tiles, of documents, …) is occasionally such a
 multiple, and every combination would be compiled, which takes seconds. So the first call is compiled for its integers.
-Later calls with other integers use a general form, in which the arguments that have varied are not specialised either;
-if none of these arguments was 1 or a multiple of 16 at the first call, the first call's form is the general one. A call
-that is replayed often gets a form of its own (`specialised`).
+Later calls with other integers use a general form, in which the arguments that have varied are not specialised either,
+except those that were multiples of 16 in both calls; if none of the varied arguments was 1 or a multiple of 16 at the
+first call, the first call's form is the general one. A call that is replayed often gets a form of its own
+(`specialised`).
 """
 
 from __future__ import annotations
