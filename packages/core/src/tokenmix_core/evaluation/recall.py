@@ -208,7 +208,7 @@ class NeedleScore(NamedTuple):
 def score_niah(
     model: Any, tokenizer: Any, examples: Sequence[NiahExample], *, batch_size: int = 8
 ) -> list[NeedleScore]:
-    """Complete each prompt greedily, in left-padded batches; return whether it contains the answer, and its loss."""
+    """Complete each prompt greedily, in left-padded batches; return whether the answer occurs, and its loss."""
     scores = []
     for start in range(0, len(examples), batch_size):
         batch = examples[start : start + batch_size]
