@@ -112,7 +112,7 @@ def launch_together(launches: list[Launch], foreseen: Sequence[Launch] = ()) -> 
 def _launched(
     kernel: Any, grid: tuple[int, ...], args: tuple, options: dict, read: tuple[tuple, tuple] | None
 ) -> Callable[[dict], bytes] | None:
-    """Make a launch and return `pack(pointers)`; `read` is the result of `_Launcher.read`, if it is known."""
+    """Make a launch; return `pack(pointers)`, None if the kernel has none. `read`: as `_Launcher.read` returns it."""
     if isinstance(kernel, _Launcher):
         return kernel.launch(grid, args, options, read)
     kernel[grid](*args, **options)

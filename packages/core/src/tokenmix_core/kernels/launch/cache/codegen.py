@@ -123,9 +123,10 @@ def matching(
 ) -> Callable | None:  # fmt: skip
     """Return a function `match(*inputs)` that returns `call` and its arguments for inputs of this signature, else None.
 
-    `matching` returns None if torch lacks guards or an input's address is not a multiple of 16 bytes. Matches are
-    counted in `matches[0]`; after `most` matches `match` returns None. If `by_rows`, long inputs (`is_long`) match with
-    any batch size and length if they are contiguous, or slices as the given ones.
+    `matching` returns None if torch lacks guards or an input's address is not a multiple of 16 bytes. `match` also
+    returns None for such an address, if `launching` gives no stream for replays, and after `most` matches, which are
+    counted in `matches[0]`. If `by_rows`, long inputs (`is_long`) match with any batch size and length if they are
+    contiguous, or slices as the given ones.
     """
     if compat.Guards is None or any(x.data_ptr() % 16 for x in inputs if isinstance(x, Tensor)):
         return None
