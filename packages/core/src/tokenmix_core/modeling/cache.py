@@ -51,9 +51,8 @@ class HybridCache(Cache):
         self.broken = False
         self._batch: int | None = None
         self.span: Span | None = None
-        # set while fixed: `_fixed_lengths` on the device; `capacity`, the length that memory covers, and `_limit`, the
-        # one that data-dependent memory covers; `_read`, the lengths that the host last read, and `past` at that time;
-        # `_equal`, whether all lengths are equal
+        # set while fixed: `_fixed_lengths` on the device; `capacity` and `_limit`, the lengths that memory and
+        # data-dependent memory cover; `_read`, the lengths last read, and `past` then; `_equal`: if all are equal
         self._fixed_lengths: Tensor | None = None
         self.capacity, self._limit = 0, 0
         self._read: tuple[list[int], int] | None = None

@@ -200,7 +200,7 @@ def of_three(**each: Sequence | None) -> dict[str, Any]:
 
 
 def channel_counts(xs: Sequence[Tensor]) -> list[int]:
-    """Return the numbers of channels of one to three inputs, for `of_three`; after two inputs a third one of 0."""
+    """Return the widths of one to three inputs, for `of_three`; after two inputs a third one of 0."""
     sizes = [x.shape[-1] for x in xs]
     return [*sizes, 0] if len(sizes) == 2 else sizes
 
