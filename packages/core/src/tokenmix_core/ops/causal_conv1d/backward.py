@@ -149,9 +149,9 @@ def short_convs_backward_kernel(
     i_c = tl.program_id(0)
     i_n, begin, length, first = locate_chunk(i_c, T, BT, N, cu_seqlens, PACKED)
     i_x, i_d = locate_channels(tl.program_id(1), D0, D1, BD)
-    initial_state = of_input(i_x, initial0, initial1, initial2)
-    initial_gradient = of_input(i_x, dinitial0, dinitial1, dinitial2)
-    final_gradient = of_input(i_x, dfinal0, dfinal1, dfinal2)
+    initial_state = None if initial0 is None else of_input(i_x, initial0, initial1, initial2)
+    initial_gradient = None if dinitial0 is None else of_input(i_x, dinitial0, dinitial1, dinitial2)
+    final_gradient = None if dfinal0 is None else of_input(i_x, dfinal0, dfinal1, dfinal2)
     channels = Channels(
         of_input(i_x, x0, x1, x2), of_input(i_x, weight0, weight1, weight2), bias, initial_state,
         of_input(i_x, stride0, stride1, stride2), of_input(i_x, D0, D1, D2),

@@ -144,7 +144,7 @@ def convolve(
 def of_input(i_x, x0, x1, x2):
     """Return `x0`, `x1` or `x2` for input index `i_x` = 0, 1 or 2; `x0` if the call has one input (`x1` is None).
 
-    The three are pointers of one type, or integers; or all None.
+    The three are pointers of one type, or integers, and not None, which no function can return in Triton 3.6.
     """
     if x1 is None:
         return x0
@@ -177,14 +177,16 @@ def short_convs_forward_kernel(
     if first >= tl.maximum(length, 1):
         return
     i_x, i_d = locate_channels(tl.program_id(1), D0, D1, BD)
-    initial_state = of_input(i_x, initial0, initial1, initial2)
+    initial_state = None if initial0 is None else of_input(i_x, initial0, initial1, initial2)
     channels = Channels(
         of_input(i_x, x0, x1, x2), of_input(i_x, weight0, weight1, weight2), bias, initial_state,
         of_input(i_x, stride0, stride1, stride2), of_input(i_x, D0, D1, D2),
     )  # fmt: skip
-    o, final_state = of_input(i_x, o0, o1, o2), of_input(i_x, final0, final1, final2)
+    o = of_input(i_x, o0, o1, o2)
+    final_state = None if final0 is None else of_input(i_x, final0, final1, final2)
     run = Run(i_n, begin, length, first, BT)
-    given = Slots(slots, fresh, of_input(i_x, stride_state0, stride_state1, stride_state2))
+    state_stride = None if stride_state0 is None else of_input(i_x, stride_state0, stride_state1, stride_state2)
+    given = Slots(slots, fresh, state_stride)
     convolve(channels, run, o, final_state, given, i_d, W, BD, BU, SILU)
 
 

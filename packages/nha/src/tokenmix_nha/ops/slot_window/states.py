@@ -35,8 +35,8 @@ from tokenmix_nha.ops.slot_window.types import (
 )
 
 # the slots of one head of a sequence: its row in `[N · H, SLOTS, D]` or, in a pool, in `[H, SLOTS, D]` of its slot;
-# number of columns to read and to write; the distance between slots of the pool
-_Head = namedtuple("_Head", "row slot readable writable SLOTS slots stride")
+# number of columns to read and to write; the slot's offset in the pool
+_Head = namedtuple("_Head", "row readable writable SLOTS offset")
 # number of channels that one program of the carry kernel scans
 _CARRY_ROWS = 16
 
@@ -52,9 +52,7 @@ def _load_columns(p, o_t, m_t, stride, first, BD: tl.constexpr):
 def _load_slots(p, at, first, BD: tl.constexpr, D: tl.constexpr, M: tl.constexpr):
     """Load a tile `[BD, M]` of slots `[.., SLOTS, D]`; columns from SLOTS on are zero. `at`: a `_Head`."""
     o_d, o_m = first + tl.arange(0, BD), tl.arange(0, M)
-    p = p + at.row * at.SLOTS * D + o_m[None, :] * D + o_d[:, None]
-    if at.slots is not None:
-        p += at.slot * at.stride
+    p = p + at.offset + at.row * at.SLOTS * D + o_m[None, :] * D + o_d[:, None]
     return tl.load(p, mask=(o_m < at.readable)[None, :], other=0.0).to(tl.float32)
 
 
@@ -62,21 +60,20 @@ def _load_slots(p, at, first, BD: tl.constexpr, D: tl.constexpr, M: tl.constexpr
 def _store_slots(p, b_s, at, first, BD: tl.constexpr, D: tl.constexpr, M: tl.constexpr):
     """Store a tile `[BD, M]` of slots `[.., SLOTS, D]`; columns from SLOTS on are left out. `at`: a `_Head`."""
     o_d, o_m = first + tl.arange(0, BD), tl.arange(0, M)
-    p = p + at.row * at.SLOTS * D + o_m[None, :] * D + o_d[:, None]
-    if at.slots is not None:
-        p += at.slot * at.stride
+    p = p + at.offset + at.row * at.SLOTS * D + o_m[None, :] * D + o_d[:, None]
     tl.store(p, b_s, mask=(o_m < at.writable)[None, :])
 
 
 @triton.jit
 def _locate_head(i_nh, H, SLOTS, slots, fresh, stride):
     """Return the `_Head` of head and sequence `i_nh`."""
-    row, slot, readable, writable = i_nh.to(tl.int64), 0, SLOTS, SLOTS
+    row, readable, writable, offset = i_nh.to(tl.int64), SLOTS, SLOTS, 0
     if slots is not None:
         slot, held = locate_slot(i_nh // H, slots, fresh)
-        row = (i_nh % H).to(tl.int64)
+        row, offset = (i_nh % H).to(tl.int64), slot * stride
         readable, writable = tl.where(held, SLOTS, 0), tl.where(slot >= 0, SLOTS, 0)
-    return _Head(row, slot, readable, writable, SLOTS, slots, stride)
+    # Triton 3.6 cannot return None in a tuple
+    return _Head(row, readable, writable, SLOTS, offset)
 
 
 @triton.jit
