@@ -122,7 +122,7 @@ def _queries(chunk, t, at, c):
         # δ is computed from p and dp: if all slots are nearly equal, dz sums to 0 only if δ is rounded like p and dp
         b_delta = tl.sum(b_w * b_dp, 1)
         for shift in range(shift_0, shift_1, c.BN):
-            _, b_s, b_ds = _window(b_q, b_do, b_lse, t, shift, chunk, at, scale_2, c)
+            _kn, b_s, b_ds = _window(b_q, b_do, b_lse, t, shift, chunk, at, scale_2, c)
             b_delta += tl.sum(b_s * b_ds, 1)
         if c.M > c.BM:
             for i_m in tl.range(0, c.M, c.BM, num_stages=1):
