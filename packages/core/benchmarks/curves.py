@@ -116,7 +116,7 @@ def main(arguments: Sequence[str] | None = None) -> list[dict[str, Any]]:
     if not (given.before / "packages" / "core" / "src").is_dir():
         parser.error(f"{given.before} is no checkout of this workspace")
     from tokenmix_core._utils.atomic_io import write_atomically
-    from tokenmix_core.evaluation.report import format_table
+    from tokenmix_core.testing.benchmarking import table
     from tokenmix_core.testing.results import environment
 
     package = (given.recipe.rpartition(":")[0] or "tokenmix_core.training.baselines").partition(".")[0]
@@ -134,7 +134,7 @@ def main(arguments: Sequence[str] | None = None) -> list[dict[str, Any]]:
             subprocess.run([sys.executable, "-c", code, *run], check=True, env={**os.environ, "PYTHONPATH": path})
             curves[name] = json.loads((folder / "losses.json").read_text())
     told = distances(curves)
-    print(format_table(told))
+    print(table(told))
     if given.out is not None:
         kept = {"recipe": given.recipe, "curves": curves, "distances": told, "environment": environment()}
         write_atomically(given.out, json.dumps(kept) + "\n")

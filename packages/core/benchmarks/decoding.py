@@ -25,7 +25,7 @@ import torch
 
 from tokenmix_core._utils.atomic_io import write_atomically
 from tokenmix_core.evaluation.efficiency import Stopwatch, cache_bytes, weight_bytes
-from tokenmix_core.evaluation.report import format_table
+from tokenmix_core.testing.benchmarking import table
 from tokenmix_core.testing.results import environment
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -253,7 +253,7 @@ def main(arguments: list[str] | None = None) -> list[dict]:
     found = []
     for row in rows(chosen, device):
         found.append(row)
-        print(format_table([{name: row[name] for name in TOLD}]), flush=True)
+        print(table([{name: row[name] for name in TOLD}]), flush=True)
         if path is not None:
             keep(row, path)
     return found

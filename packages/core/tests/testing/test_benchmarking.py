@@ -1,8 +1,7 @@
 import pytest
 import torch
 
-from tokenmix_core.evaluation.report import format_table
-from tokenmix_core.testing.benchmarking import installed, measure, measure_step, mixed_lengths
+from tokenmix_core.testing.benchmarking import installed, measure, measure_step, mixed_lengths, table
 
 
 def test_mixed_lengths_fill_the_tokens_and_differ():
@@ -25,7 +24,7 @@ def test_a_baseline_that_fails_at_a_shape_has_a_row_with_the_reason():
     assert [row.get("failed") for row in rows[:3]] == [None, None, "KeyError: 'no kernel for this size'"]
     assert "does not require grad" in rows[3]["failed"]
     assert [row["fwd_ms"] is None for row in rows] == [False, False, True, True]
-    assert "no kernel for this size" in format_table(rows)
+    assert "no kernel for this size" in table(rows)
     with pytest.raises(KeyError):
         measure("op", "B1", "cpu", {"ours": broken}, (x,), repeats=2)
 

@@ -4,8 +4,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from tokenmix_core.evaluation.report import format_table
 from tokenmix_core.testing import results
+from tokenmix_core.testing.benchmarking import table
 
 ROW = {"op": "ssd", "shape": "B1", "impl": "tokenmix", "fwd_ms": 0.25, "fwdbwd_ms": None, "peak_mb": 512.0}
 
@@ -38,15 +38,14 @@ def test_a_benchmarks_function_runs_by_its_name(tmp_path, capsys):
 
 def test_rows_of_several_kinds_stand_in_one_table_and_below_headers_of_their_own(tmp_path, capsys):
     other = {"op": "step", "shape": "B1", "impl": "tokenmix", "fwd_ms": 0.5, "floor_ms": 0.125}
-    assert format_table([ROW, other, ROW]).splitlines() == [
-        "| op   | shape | impl     | fwd_ms | fwdbwd_ms | peak_mb | floor_ms |",
-        "| ---- | ----- | -------- | -----: | --------: | ------: | -------: |",
-        "| ssd  | B1    | tokenmix |   0.25 |         - |     512 |        - |",
-        "| step | B1    | tokenmix |    0.5 |         - |       - |    0.125 |",
-        "| ssd  | B1    | tokenmix |   0.25 |         - |     512 |        - |",
+    assert table([ROW, other, ROW]).splitlines() == [
+        "op    shape  impl      fwd_ms  fwdbwd_ms  peak_mb  floor_ms",
+        "ssd   B1     tokenmix  0.250   –          512.000  –",
+        "step  B1     tokenmix  0.500   –          –        0.125",
+        "ssd   B1     tokenmix  0.250   –          512.000  –",
     ]
     list(results.kept([ROW, ROW, other, ROW], tmp_path))
-    headers = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| op ")]
+    headers = [line for line in capsys.readouterr().out.splitlines() if line.startswith("op ")]
     assert ["floor_ms" in header for header in headers] == [False, True, False]
 
 

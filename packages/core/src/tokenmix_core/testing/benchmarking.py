@@ -214,16 +214,16 @@ def measure(
     forward_ms = interleaved_medians(forward_runs, device, repeats=repeats)
     training_ms = interleaved_medians(training_runs, device, repeats=repeats)
     return [
-        row_of(
-            op,
-            shape,
-            name,
-            fwd_ms=forward_ms[name],
-            fwdbwd_ms=training_ms[name],
-            peak_mb=peak_megabytes(training_runs[name], device),
-            host_us=host_microseconds(training_runs[name], device),
-            first_call_s=first_calls[name]() if first_calls and name in first_calls else None,
-        )
+        {
+            "op": op,
+            "shape": shape,
+            "impl": name,
+            "fwd_ms": forward_ms[name],
+            "fwdbwd_ms": training_ms[name],
+            "peak_mb": peak_megabytes(training_runs[name], device),
+            "host_us": host_microseconds(training_runs[name], device),
+            "first_call_s": first_calls[name]() if first_calls and name in first_calls else None,
+        }
         for name in forwards
     ] + [row_of(op, shape, name, failed=reason) for name, reason in failed.items()]
 
@@ -275,3 +275,16 @@ def measure_step(op: str, shape: str, device: str, forwards: Mapping[str, Callab
     """Return rows as `measure_forward` does, for a decoding step; on a GPU, each step is captured as a CUDA graph."""
     graph = device != "cpu"
     return measure_forward(op, f"{shape}, CUDA graph" if graph else shape, device, forwards, graph=graph)
+
+
+def table(rows: Sequence[dict]) -> str:
+    """Return rows as a text table for a terminal, one line per row; "–" stands for a missing key."""
+
+    def cell(value: object) -> str:
+        return "–" if value is None else f"{value:.3f}" if isinstance(value, float) else str(value)
+
+    # the columns are all keys that occur in any row
+    keys = list(dict.fromkeys(key for row in rows for key in row))
+    cells = [keys] + [[cell(row.get(key)) for key in keys] for row in rows]
+    widths = [max(len(line[i]) for line in cells) for i in range(len(keys))]
+    return "\n".join("  ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)).rstrip() for line in cells)

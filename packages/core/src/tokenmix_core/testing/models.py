@@ -18,7 +18,6 @@ from tokenmix_core.testing.fake_cuda_graph import graphs_everywhere
 from tokenmix_core.testing.lengths import LengthsContract
 from tokenmix_core.testing.mixers import addresses, random_parts
 from tokenmix_core.testing.modules import ModulesContract
-from tokenmix_core.testing.modules import left_padded as left_padded
 from tokenmix_core.testing.residual import ResidualContract
 from tokenmix_core.testing.rollback import RollbackContract
 from tokenmix_core.testing.schedules import ScheduleContract
@@ -35,6 +34,11 @@ def logits_in_parts(model, ids: Tensor, parts: list[int], mask: Tensor | None = 
         seen = None if mask is None else mask[:, :start]
         outputs.append(model(part, attention_mask=seen, past_key_values=cache, **inputs).logits)
     return torch.cat(outputs, 1)
+
+
+def left_padded(lengths: list[int], tokens: int) -> Tensor:
+    """Return an attention mask `[B, tokens]` with `lengths[i]` tokens in row i, behind its padding."""
+    return (torch.arange(tokens) >= tokens - torch.tensor(lengths).unsqueeze(1)).long()
 
 
 class ModelContract(

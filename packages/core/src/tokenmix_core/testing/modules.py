@@ -17,11 +17,6 @@ from tokenmix_core.testing.closeness import relative_error
 BEFORE_END, STEPS = 12, 3
 
 
-def left_padded(lengths: list[int], tokens: int) -> Tensor:
-    """Return an attention mask `[B, tokens]` with `lengths[i]` tokens in row i, behind its padding."""
-    return (torch.arange(tokens) >= tokens - torch.tensor(lengths).unsqueeze(1)).long()
-
-
 def own_modules(model: nn.Module) -> dict[str, nn.Module]:
     """Return the modules that own parameters, by name; of several layers with equal mixers, only those of the first."""
     found, kinds = {}, set()
@@ -125,7 +120,7 @@ class ModulesContract:
     @torch.no_grad()
     def test_a_hook_sees_the_rows_of_a_padded_batch(self, model, ids):
         lengths, tokens = [ids.shape[1], ids.shape[1] - 7, 2], ids.shape[1]
-        left = left_padded(lengths, tokens)
+        left = (torch.arange(tokens) >= tokens - torch.tensor(lengths).unsqueeze(1)).long()
         plain = model(ids, attention_mask=left.flip(1), use_cache=False, **self.inputs).logits
         watched = [x for x in model.modules() if x._parameters or x in list(model.model.layers)]
         shape: list[int] = []
@@ -166,7 +161,7 @@ class ModulesContract:
         adapted = peft.get_peft_model(copy.deepcopy(model), config, adapter_name="a").eval()
         adapted.add_adapter("b", config)
         lengths, tokens, chosen = [ids.shape[1], ids.shape[1] - 7, 2], ids.shape[1], ["a", "b", "a"]
-        left = left_padded(lengths, tokens)
+        left = (torch.arange(tokens) >= tokens - torch.tensor(lengths).unsqueeze(1)).long()
         given = {"use_cache": False, **self.inputs}
         together = adapted(input_ids=ids, attention_mask=left, adapter_names=chosen, **given).logits
         for i, (n, name) in enumerate(zip(lengths, chosen, strict=True)):

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from tokenmix_core._utils.atomic_io import write_atomically
-from tokenmix_core.evaluation.report import format_table
+from tokenmix_core.testing.benchmarking import table
 
 OURS = "tokenmix"
 
@@ -56,8 +56,7 @@ def kept(rows: Iterable[dict], folder: Path) -> Iterator[dict]:
     header: list[str] = []
     for row in rows:
         # print the header if the columns differ from those of the previous row
-        shown = format_table([row])
-        print(shown.splitlines()[-1] if list(row) == header else "\n" + shown, flush=True)
+        print(table([row]).splitlines()[1] if list(row) == header else "\n" + table([row]), flush=True)
         header = list(row)
         # times measured on a CPU are printed but not saved
         if torch.cuda.is_available():
@@ -87,7 +86,7 @@ def run_benchmark(path: Path, benchmark: Any, capsys: Any, *, function: str = "r
     assert rows, f"{path.name} measured nothing"
     benchmark.extra_info["rows"] = rows
     with capsys.disabled():
-        print("\n" + format_table(rows))
+        print("\n" + table(rows))
 
 
 def _key(row: dict) -> tuple[str, str, str]:
