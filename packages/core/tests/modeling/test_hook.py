@@ -17,6 +17,7 @@ from tokenmix_core.modeling import (
     register_mixer,
     register_model,
 )
+from tokenmix_core.modeling.auxiliary import collected_losses
 from tokenmix_core.nn.attention import cached_attention
 from tokenmix_core.nn.mixer import stepping
 from tokenmix_core.nn.projections import output_linear
@@ -180,6 +181,15 @@ def test_auxiliary_losses_do_not_change_with_accumulation(model, ids):
     whole = gradient([ids], torch.tensor(33))
     assert relative_error(gradient(ids.split(1), torch.tensor(33)), whole) < 1e-5
     assert relative_error(gradient([ids], None), whole) < 1e-6
+
+
+def test_nested_collections_of_auxiliary_losses_keep_their_own_lists(model, ids):
+    with collected_losses(model.train()) as outer:
+        model(ids)
+        with collected_losses(model) as inner:
+            model(ids)
+        model(ids)
+    assert (len(outer), len(inner)) == (2, 1)
 
 
 @torch.no_grad()

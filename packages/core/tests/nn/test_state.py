@@ -134,3 +134,10 @@ def test_fill_is_computed_once_per_call():
     assert filled.dtype == torch.int32
     assert span.fill(4)[0] is index
     assert span.fill(8)[0].tolist() == [0, 3, 7]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("own", [None, torch.float32, torch.int32])
+def test_bounds_are_the_allocated_bytes(own, dtype):
+    state = TensorState(3, 5, dtype=own)
+    assert state.get(2, torch.empty(0, dtype=dtype)).nbytes == state.bounds(7, 2, dtype).most

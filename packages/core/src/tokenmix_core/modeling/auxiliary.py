@@ -23,13 +23,14 @@ def collected_losses(model: nn.Module) -> Iterator[list[AuxiliaryLoss]]:
     """Context manager: yield a list that gets the auxiliary losses of training calls, for callers that add them."""
     found: list[AuxiliaryLoss] = []
     backbones: list[Any] = [module for module in model.modules() if hasattr(module, "auxiliary_losses")]
+    outer = [backbone.auxiliary_losses for backbone in backbones]
     for backbone in backbones:
         backbone.auxiliary_losses = found
     try:
         yield found
     finally:
-        for backbone in backbones:
-            backbone.auxiliary_losses = None
+        for backbone, losses in zip(backbones, outer, strict=True):
+            backbone.auxiliary_losses = losses
 
 
 def summed_losses(auxiliary: dict[str, Tensor | tuple[Tensor, ...]] | None) -> list[Tensor]:

@@ -207,10 +207,7 @@ class TensorState(StatePart):
     def get(self, batch: int, like: Tensor) -> Tensor:
         """Return the tensor; zeros for `batch` sequences before the first `set`."""
         if self.value is None:
-            dtype = like.dtype if self.dtype is None else self.dtype
-            if dtype.is_floating_point:
-                dtype = torch.promote_types(dtype, like.dtype)
-            self.value = like.new_zeros(batch, *self.shape, dtype=dtype)
+            self.value = like.new_zeros(batch, *self.shape, dtype=self._dtype_for(like.dtype))
         return self.value
 
     def reset(self, batch: int, like: Tensor) -> None:
@@ -246,8 +243,13 @@ class TensorState(StatePart):
 
     def bounds(self, seq_len: int, batch_size: int, dtype: torch.dtype) -> Bounds:
         """Return the bytes of the state of `batch_size` sequences of any length."""
-        size = batch_size * math.prod(self.shape) * (self.dtype or dtype).itemsize
+        size = batch_size * math.prod(self.shape) * self._dtype_for(dtype).itemsize
         return Bounds(size, size)
+
+    def _dtype_for(self, dtype: torch.dtype) -> torch.dtype:
+        """Return the state's dtype for activations of this dtype; floating-point states are not narrower than these."""
+        floating = self.dtype is not None and self.dtype.is_floating_point
+        return torch.promote_types(self.dtype, dtype) if floating else self.dtype or dtype
 
     def held(self, seq_len: int) -> int:
         """Return the bytes in use, which do not depend on `seq_len`."""
