@@ -336,6 +336,33 @@ def chips(session: nox.Session) -> None:
     run_shared(session, "python", "tools/chips.py", *session.posargs)
 
 
+@nox.session(venv_backend="none", name="oldest-triton")
+def oldest_triton(session: nox.Session) -> None:
+    """Compile the portable kernels of usual calls with the oldest Triton that core allows, without a GPU.
+
+    Triton 3.6 rejects forms that newer versions accept, such as a function that returns None.
+    """
+    sync(session, "--all-packages", "--all-groups", into=SHARED)
+    allowed = next(x for x in distribution("core")["dependencies"] if x.startswith("triton>="))
+    oldest = allowed.removeprefix("triton>=").partition(";")[0].strip()
+    # a folder that comes first on the path, because the environment has the newest version
+    folder = Path(session.create_tmp()).resolve() / f"triton-{oldest}"
+    version = f"--python={SHARED}/bin/python"
+    session.run(
+        "uv",
+        "pip",
+        "install",
+        "--quiet",
+        "--no-deps",
+        version,
+        f"--target={folder}",
+        f"triton=={oldest}.*",
+        external=True,
+    )
+    files = sorted(map(str, Path("packages").glob("*/tests/ops/test_portable_compiles.py")))
+    run_shared(session, "pytest", *files, *session.posargs, env={"PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1"})
+
+
 @nox.session(venv_backend="none")
 def types(session: nox.Session) -> None:
     """Check the static types of all packages, in an environment with every extra."""

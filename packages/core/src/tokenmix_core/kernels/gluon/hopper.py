@@ -13,7 +13,7 @@ from tokenmix_core.kernels.triton.decay import LOWEST as LOWEST
 from tokenmix_core.kernels.triton.decay import causal_decay as causal_decay
 from tokenmix_core.kernels.triton.varlen import first_chunk as first_chunk
 from tokenmix_core.kernels.triton.varlen import locate_slot as locate_slot
-from tokenmix_core.kernels.triton.varlen import sequence_span
+from tokenmix_core.kernels.triton.varlen import sequence_span as sequence_span
 
 # versions of Triton name these functions differently: take the newer name if it exists, else the older one
 async_load = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
