@@ -248,8 +248,8 @@ class TensorState(StatePart):
 
     def _dtype_for(self, dtype: torch.dtype) -> torch.dtype:
         """Return the state's dtype for activations of this dtype; floating-point states are not narrower than these."""
-        floating = self.dtype is not None and self.dtype.is_floating_point
-        return torch.promote_types(self.dtype, dtype) if floating else self.dtype or dtype
+        own = self.dtype or dtype
+        return torch.promote_types(own, dtype) if own.is_floating_point else own
 
     def held(self, seq_len: int) -> int:
         """Return the bytes in use, which do not depend on `seq_len`."""
