@@ -23,7 +23,7 @@ class Backend(NamedTuple):
 
 
 def load(impl: str | None) -> Backend:
-    """Import an implementation; None stands for our kernels, in Gluon if Gluon runs."""
+    """Import an implementation; None and `OURS` stand for our kernels, in Gluon if Gluon runs."""
     if impl in (None, backends.OURS, "gluon", "triton"):
         impl = None if impl == backends.OURS else impl
         from tokenmix_core.ops.softmax_attention import backward, forward

@@ -10,10 +10,10 @@ import triton.language as tl
 
 @triton.jit
 def tile_of_queries(tiles, HQ, H):
-    """Return a program's batch row, query head, key head (int64) and query tile.
+    """Return a program's batch row, query head and key head (int64), and query tile.
 
     Consecutive programs take tiles of one head, so they share the head's keys in the L2 cache. Tiles of the last
-    queries start first, because they see the most keys.
+    queries start first, because with a causal mask they see the most keys.
     """
     pid = tl.program_id(0)
     i_t = tiles - 1 - pid % tiles
@@ -144,7 +144,7 @@ def store_tile(p_x, b_x, first, rows, stride, D: tl.constexpr, BT: tl.constexpr,
 def add_dot(b_x, b_y, b_sum, PRECISION: tl.constexpr):
     """Return `b_sum + b_x · b_y`, for a sum over many tiles.
 
-    In float32, `b_x · b_y` is computed first and then added: separate sums per tile lose less precision than one
+    With PRECISION "ieee", `b_x · b_y` is computed first and then added: separate sums per tile lose less precision than one
     running sum. The `tl.where` prevents the compiler from accumulating into `b_sum` during the matmul.
     """
     if PRECISION == "ieee":

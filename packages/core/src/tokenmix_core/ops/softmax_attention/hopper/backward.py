@@ -94,7 +94,7 @@ def dq_step(
     """Accumulate dQ over the i-th visited KV tile, `i_k`, which is in `stage`; prefetch the next tile to `next_stage`.
 
     Returns:
-        the index of the next tile, and dQ.
+        the index of the next tile, and dQ without the factor scale.
     """
     k, v = kv
     k_s, v_s = hopper.opaque_tile(stage.k), hopper.opaque_tile(stage.v)
@@ -127,7 +127,7 @@ def _backward_queries(
 ):  # fmt: skip
     """Compute dQ, delta and, unless `bias` is None, bias columns of one query tile of one head per program.
 
-    FILL: whether to write zeros to dQ for a tile without selected queries.
+    A tile without selected queries is skipped; FILL: write zeros to its dQ.
     """
     tile = locate_query_tile(tile_of_queries(tiles, HQ, H), TQ, TK, N, cu_seqlens, BT, PACKED)
     i_b, i_h, i_hk, _, i_t, _, start, queries, keys = tile
