@@ -144,8 +144,8 @@ def store_tile(p_x, b_x, first, rows, stride, D: tl.constexpr, BT: tl.constexpr,
 def add_dot(b_x, b_y, b_sum, PRECISION: tl.constexpr):
     """Return `b_sum + b_x · b_y`, for a sum over many tiles.
 
-    With PRECISION "ieee", `b_x · b_y` is computed first and then added: separate sums per tile lose less precision than one
-    running sum. The `tl.where` prevents the compiler from accumulating into `b_sum` during the matmul.
+    With PRECISION "ieee", `b_x · b_y` is computed first and then added: separate sums per tile lose less
+    precision than one running sum. The `tl.where` prevents the compiler from accumulating into `b_sum` in the matmul.
     """
     if PRECISION == "ieee":
         b_xy = tl.dot(b_x, b_y, input_precision=PRECISION)

@@ -94,7 +94,7 @@ def _tokens_before_heads(q: Tensor) -> Tensor:
 
 
 def _with_strides_of(o: Tensor, do: Tensor) -> Tensor:
-    """Return do with the strides of o, copied only if its elements have another order in memory."""
+    """Return do with the strides of o, copied unless the strides are equal or both tensors are contiguous."""
     if do.stride() == o.stride():
         return do
     if do.is_contiguous() and o.is_contiguous():

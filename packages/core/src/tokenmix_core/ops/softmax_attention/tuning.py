@@ -19,7 +19,7 @@ class AttentionTile(NamedTuple):
     maxnreg: int | None = None
 
 
-# for each portable kernel: maps the largest head size of a range to a tile
+# for each portable kernel of 16-bit inputs: maps the largest head size of a range to a tile
 ATTENTION: dict[str, dict[int, AttentionTile]] = {
     "forward": {64: AttentionTile(64, 64, 4, 3), 128: AttentionTile(64, 64, 4, 3), 256: AttentionTile(128, 64, 8, 2)},
     "backward_queries": {

@@ -45,7 +45,7 @@ class Keys(NamedTuple):
 
 
 class Queries(NamedTuple):
-    """Operands that the dQ kernel holds during its loop: Q and dO tiles (smem), lse in base 2, delta, positions, scale."""
+    """Operands that the dQ kernel holds in its loop: Q and dO tiles (smem), lse in base 2, delta, positions, scale."""
 
     q: gl.shared_memory_descriptor
     do: gl.shared_memory_descriptor

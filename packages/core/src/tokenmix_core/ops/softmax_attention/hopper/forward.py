@@ -9,8 +9,8 @@
     epilogue   O / l → smem → global; lse
     NUM_STAGES = 1: K of i − 1 is prefetched after S, V after P V, into the buffer just read: 3 CTAs per SM at D = 128.
 
-The row maxima of the first tile are the shift of all tiles; a CTA whose sums leave the safe range runs again with a
-running maximum (`kernels/gluon/online_softmax.py`).
+In bfloat16, the row maxima of the first tile are the shift of all tiles; a CTA whose sums leave the safe range runs
+again with a running maximum. In float16, the only pass has a running maximum (`kernels/gluon/online_softmax.py`).
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def _forward(
         b_o = gl.zeros([BT, D], gl.float32, sums)
         b_l = gl.zeros([BT], gl.float32, row)
         b_shift = gl.zeros([BT], gl.float32, row)
-        # `passes`: one pass over the keys, and a second one with a running maximum if row sums leave the safe range
+        # `passes`: one pass over the keys; in bfloat16 a second one with a running maximum if sums leave the safe range
         passes = count * 0 + 1
         running_max = count * 0
         if online_softmax.needs_running_max(dtype):

@@ -152,7 +152,7 @@ def _sum_partials(
     scale, K: tl.constexpr, V: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, UNIT: tl.constexpr,
     VALUES: tl.constexpr,
 ):  # fmt: skip
-    """Add the partial sums of dK, dV and, unless None, dm of a split tile, in a fixed order, and write the tile's gradients.
+    """Add the partial sums of dK, dV and, unless None, dm of a split tile, in a fixed order, and write its gradients.
 
     There is one program per partial sum; the program of a tile's first one adds all of the tile's partial sums, and the
     other programs exit.

@@ -48,7 +48,7 @@ SPLIT_SIZE = tl.constexpr(0)
 NUM_WORK = tl.constexpr(1)
 NUM_PARTIALS = tl.constexpr(2)
 
-# minimum number of query tiles in a work tile: less work is not worth a CTA
+# minimum of SPLIT_SIZE: smaller shares of a key tile's work are not worth a CTA each
 _LEAST = 8
 
 
