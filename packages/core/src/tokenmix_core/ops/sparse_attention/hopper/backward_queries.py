@@ -114,7 +114,7 @@ def dq_step(
     """Accumulate dQ over the i-th tile of columns, which is in `stage`; prefetch the next tile to `next_stage`.
 
     Returns:
-        the list entries of the tile after the next, and dQ.
+        the list entries of the tile after the next, and dQ without the factor scale.
     """
     k_s, v_s = hopper.opaque_tile(stage.k), hopper.opaque_tile(stage.v)
     BT: gl.constexpr = k_s.shape[0]

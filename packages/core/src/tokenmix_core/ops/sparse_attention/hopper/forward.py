@@ -8,8 +8,8 @@
                O += P V_i (WGMMA)
     epilogue   O / l → smem → global; lse
 
-As in dense attention (`softmax_attention/hopper/forward.py`), tiles are visited last to first, and the row maxima of
-the first visited tile are the shift of all tiles (`kernels/gluon/online_softmax.py`).
+As in dense attention (`softmax_attention/hopper/forward.py`), tiles are visited last to first. In bfloat16, the row
+maxima of the first visited tile are the shift of all tiles (`kernels/gluon/online_softmax.py`).
 """
 
 from __future__ import annotations
