@@ -20,7 +20,7 @@ from tokenmix_core.ops.softmax_attention.types import Mask
 GLUON = GluonForm("attention", "tokenmix_core.ops.softmax_attention.hopper", slower="about 1.2 to 1.4 times slower")
 
 # the warp-specialised forward may be used (see `plan`) if sequences have at least _LONG keys on average, and a window,
-# if any, has at least _WIDE keys: it is faster by 2 % with a window of 1,024 keys, 8 % with 2,048 and 14 % without a window
+# if any, has at least _WIDE keys: it is faster by 2 % with a window of 1,024 keys, 8 % with 2,048 and 14 % without one
 _LONG, _WIDE = 1024, 1024
 # minimum scale for bias columns: with a smaller scale, −lse / scale (`bias_columns.py`) could overflow float32
 MIN_SCALE = 2.0**-64

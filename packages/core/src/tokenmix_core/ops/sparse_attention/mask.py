@@ -75,7 +75,7 @@ def _list_units(keep, counts, ranks, lists, U, HM, blocks, BU: tl.constexpr):
 
 
 def list_units(keep: Tensor, ranks: Tensor, lists: Tensor) -> None:
-    """Write `ranks [B, HM, U + 1]`, the number of retained units before each unit, and `lists [B, HM, U]`.
+    """Write `ranks [B, HM, U + 1]`, the number of retained units before each unit, then in all, and `lists [B, HM, U]`.
 
     A row of `lists` holds the retained units of all packed sequences in ascending order, then all other units.
     """

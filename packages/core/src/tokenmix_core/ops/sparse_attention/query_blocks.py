@@ -11,7 +11,7 @@ from tokenmix_core.chunking import cdiv
 from tokenmix_core.ops.sparse_attention import autograd
 from tokenmix_core.ops.sparse_attention.reference import is_kept
 
-# number of queries in a block; they share one list of keys: those that are not evicted at the block's first query
+# number of queries in a block; they share one list: the retained keys not yet evicted at the block's first query
 BLOCK = 2048
 
 

@@ -12,7 +12,7 @@ from tokenmix_core.ops.sparse_attention.mask import left_of
 
 @triton.jit
 def tile_of_queries(tiles, HQ, H):
-    """Return a program's batch row, query head, key head (int64) and query tile.
+    """Return a program's batch row, query head and key head (int64), and query tile.
 
     The last query tiles, which see the most keys, start first, in all heads at once, because one head's list may be
     much longer than the others'.
