@@ -195,7 +195,7 @@ def ssd_step(
         q, k: `[B, G, K]`, one token.
         v: `[B, HV, V]`.
         g: `[B, HV]`, natural log of the decay.
-        state: `[B, HV, K, V]` float32, contiguous; overwritten with exp(g) · state + k (Δ v)ᵀ.
+        state: `[B, HV, K, V]` float32 (a pool also 16 bits), contiguous; overwritten with exp(g) · state + k (Δ v)ᵀ.
         slots: as for `gated_delta_rule_step`: row n reads and overwrites slot `slots[n]` of the pool
             `state [S, HV, K, V]`.
         dt: `[B, HV]`, Δ; None is 1.

@@ -79,7 +79,7 @@ def _backward(
     """Return all gradients; only fused (Gluon) kernels accept Δ and D."""
     by = plan(inputs.q, inputs.v, inputs.cu_seqlens, inputs.impl)
     fused = by.gradients.hopper is not None
-    # if sequences are split, compute the gradients of the states that leave segments
+    # if sequences are split, compute the gradients of the states that leave segments, unless `dleaving` gives them
     x, do = inputs.aligned(), token_rows(do)
     segment = by.segment if segment is None else segment
     dinitial_state = None

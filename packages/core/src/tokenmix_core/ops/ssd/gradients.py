@@ -143,7 +143,7 @@ def backward_scan(x: Inputs, *, do: Tensor, states: Tensor, dleaving: Tensor | N
 
 
 def _like_inputs(x: Inputs, grads: Gradients) -> Gradients:
-    """Return gradients in the dtypes of the inputs; sum dq and dk over the heads of a group in a fixed order."""
+    """Cast dg, dΔ and dD to the inputs' dtypes; sum dq and dk over the heads of a group in a fixed order."""
     dq, dk = (t if t.shape[2] == x.q.shape[2] else t.unflatten(2, (x.q.shape[2], -1)).sum(3) for t in grads[:2])
     pairs = (grads.g, x.g), (grads.dt, x.dt), (grads.D, x.D)
     dg, dt, D = (t if t is None or y is None else t.to(y.dtype) for t, y in pairs)

@@ -116,8 +116,8 @@ def group_gradients_kernel(
         fence_async_shared()
         hopper.barrier()
 
-        # dV = Pᵀ dO + e^(b_C − b) K D; dK += e^(b_C − b) V Dᵀ; D: gradient of the state after the chunk, b_C: the last
-        # b
+        # dV = Pᵀ dO + e^(b_C − b) K D; dK += e^(b_C − b) V Dᵀ, both factors times Δ if given; D: gradient of the
+        # state after the chunk, b_C: the last b
         b_kd = warpgroup_mma_wait(0, deps=[b_kd])
         b_kd *= smem.column(to_h, r, narrow)
         smem.store_row_sums(key_h, r, b_kd * s_v.load(narrow).to(gl.float32))
