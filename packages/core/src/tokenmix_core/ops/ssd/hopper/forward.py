@@ -3,8 +3,8 @@
     q k v ─ cp.async, 2 stages ─ wait ─► P = Q Kᵀ ─┐ one chunk ahead of the loop
     chunk t:  Oᵀ = Sᵀ Qᵀ ─► scale P ─► prefetch t + 1 ─► Oᵀ += Vᵀ Pᵀ ─► Sᵀ ← e^b Sᵀ + Vᵀ K ─► store O ─► Q Kᵀ of t + 1
 
-S is the state, b the cumulative decay. The prefetch overwrites the stage of chunk t − 1; it starts after a barrier,
-when all warps have read that stage.
+S is the state, b the cumulative decay; the update of S takes the chunk's last b, b_C, and V times Δ e^(b_C − b). The
+prefetch overwrites the stage of chunk t − 1; it starts after a barrier, when all warps have read that stage.
 """
 
 # ruff would ask for starred expressions in tuples, which Triton does not support

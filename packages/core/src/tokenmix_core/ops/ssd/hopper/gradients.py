@@ -46,7 +46,7 @@ def scaled_rows(s_x, x_i, layout: gl.constexpr):
 
 @gluon.jit
 def load_decay(p_g, stride, rows):
-    """Load the decays of a chunk as base-2 logarithms; rows from `rows` on get 0, which is no decay."""
+    """Load a chunk's decays as base-2 logarithms, at least LOWEST; rows from `rows` on get 0, which is no decay."""
     o_t = gl.arange(0, 64, gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
     return gl.maximum(gl.load(p_g + o_t * stride, mask=o_t < rows, other=0.0).to(gl.float32) * LOG2_E, LOWEST)
 
