@@ -49,7 +49,7 @@ class BackwardInputs(NamedTuple):
 
 
 def segment_tokens(x: Inputs) -> int:
-    """Return the tokens of a segment; a sequence that the operation does not split is one segment."""
+    """Return the number of tokens of a segment; a sequence that the operation does not split is one segment."""
     return plan(x.q, x.v, None, x.impl).segment or next_power_of_2(x.q.shape[1])
 
 

@@ -152,8 +152,8 @@ def hopper_gradients_kernel(
     fence_async_shared()
     hopper.barrier()
 
-    # dQ = scale e^b dO Sᵀ + dP K; dV = Pᵀ dO + e^(b_C − b) K D; b: cumulative decays, b_C: the last b, D: gradient of
-    # the state after the chunk
+    # dQ = scale e^b dO Sᵀ + dP K; dV = Pᵀ dO + e^(b_C − b) K D, this term times Δ if given; b: cumulative decays,
+    # b_C: the last b, D: gradient of the state after the chunk
     b_dq = multiply(s_do, s_s.permute((1, 0)), K)
     b_dq = warpgroup_mma_wait(0, deps=[b_dq])
     b_dq *= gl.convert_layout(from_i, gl.SliceLayout(1, hopper.mma_layout_split_n(K, W)))[:, None]

@@ -14,7 +14,7 @@ def hopper_step_kernel(
     K: gl.constexpr, V: gl.constexpr, BV: gl.constexpr, BK: gl.constexpr,
     PDL: gl.constexpr = False,
 ):  # fmt: skip
-    """Update BV columns of a head's state per program, BK rows at a time, as soon as their copy has arrived."""
+    """Update BV columns of a head's state and compute their o per program, BK rows at a time as their copies arrive."""
     gdc_launch_and_wait(PDL)
     layout: gl.constexpr = state_layout(BK, BV, gl.num_warps())
     i_v, i_nh = gl.program_id(0) % (V // BV) * BV, gl.program_id(0) // (V // BV)
