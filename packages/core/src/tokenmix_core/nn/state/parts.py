@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import ClassVar, NamedTuple, Self
+from typing import ClassVar, NamedTuple
 from weakref import WeakSet
 
 import torch
@@ -116,7 +116,7 @@ class StatePart:
         if snapshot is not None:
             vars(self).update(vars(snapshot.snapshot()))
 
-    def in_slots(self, slots: Tensor, fresh: Tensor | None = None) -> Self:
+    def in_slots(self, slots: Tensor, fresh: Tensor | None = None) -> StatePart:
         """Return this state, a pool, as the state of the sequences in `slots`, which calls overwrite."""
         held = copy.copy(self)
         held.fixed, held.slots, held.fresh = True, slots, fresh
