@@ -125,7 +125,8 @@ def _outputs(x: Tensor, layers: Sequence[nn.Module]) -> tuple[Tensor, ...]:
         return _linears(x, weights, dtype)
     if _by_kernel(x, weights):
         return _by_fused_linears(x, weights)
-    return _joint_outputs(x, layers, weights) or tuple(layer(x) for layer in layers)
+    joint = _joint_outputs(x, layers, weights) if layers else ()
+    return tuple(layer(x) for layer in layers) if joint is None else joint
 
 
 def _by_kernel(x: Tensor, weights: Sequence[Tensor]) -> bool:
