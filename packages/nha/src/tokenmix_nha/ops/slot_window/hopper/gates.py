@@ -8,6 +8,8 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from tokenmix_core.kernels.gluon import LOG2_E, async_load, barrier, mma_layout, opaque, opaque_tile, row_layout
 from tokenmix_nha.ops.slot_window.tile import KeyChunk
+from tokenmix_nha.ops.slot_window.tile import begin_of_keys as begin_of_keys
+from tokenmix_nha.ops.slot_window.tile import earlier_tokens as earlier_tokens
 
 # a head's ring buffer in a slot of a pool: the pool's tensor or None, the distance between slots, the head's first
 # element in a slot, the slot, the number of the sequence's earlier tokens, and the size of the ring buffer in tokens
@@ -56,32 +58,6 @@ def rounded(b_x, dtype: gl.constexpr):
     """
     b_x = b_x.to(dtype)
     return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [b_x], dtype=b_x.dtype, is_pure=False, pack=2)
-
-
-@gluon.jit
-def earlier_tokens(i_n, at):
-    """Return `(slot, seen, oldest)` of sequence `i_n`, like `tile.earlier_tokens`."""
-    slot, seen, oldest = 0, 0, 0
-    if at.slots is not None:
-        slot = gl.load(at.slots + i_n).to(gl.int64)
-        seen = gl.load(at.length + gl.maximum(slot, 0) * at.stride_length)
-        seen = gl.where(slot < 0, 0, seen)
-        if at.fresh is not None:
-            seen = gl.where(gl.load(at.fresh + i_n) != 0, 0, seen)
-        oldest = gl.maximum(at.before - seen, 0)
-    elif at.start is not None:
-        oldest = gl.load(at.start + i_n)
-    return slot, seen, oldest
-
-
-@gluon.jit
-def begin_of_keys(begin, i_n, at):
-    """Return the index of the first key of sequence `i_n`, like `tile.begin_of_keys`."""
-    if at.slots is not None:
-        begin = begin - at.before
-    else:
-        begin = begin + i_n.to(gl.int64) * at.before
-    return begin
 
 
 @gluon.jit
